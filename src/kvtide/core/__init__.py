@@ -1,0 +1,1 @@
+"""The engine-neutral core: pure decisions, no I/O, no threads, no clock."""
