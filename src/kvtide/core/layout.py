@@ -1,15 +1,17 @@
-"""Where bytes lie: regions of memory, and the slices of it that make up one block's value."""
+"""Where bytes lie: regions of memory, and the segments that make up one block's value."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of this process's memory, ``[address, address + num_bytes)``, that batches may point into.
+    """A stretch of this process's memory, ``[address, address + num_bytes)``.
 
-    The owner keeps it mapped for as long as any store it is registered with is open.
+    Batches may point into it once it is registered with a store. The owner keeps it mapped for
+    as long as any store it is registered with is open.
     """
 
     address: int
@@ -27,3 +29,46 @@ class Region:
     def contains(self, address: int, num_bytes: int) -> bool:
         """Tell whether ``[address, address + num_bytes)`` lies inside the region."""
         return self.address <= address and address + num_bytes <= self.end
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """What one block of a KV-cache group holds on one rank.
+
+    ``block_size`` is in tokens. ``segment_bytes`` has one entry per layer of the group, in the
+    order in which the layers are concatenated to the block's payload; ``description`` says how
+    the bytes of a segment are arranged (shape, strides, element type) and is part of the key.
+    """
+
+    block_size: int
+    segment_bytes: tuple[int, ...]
+    description: str
+
+    @property
+    def payload_bytes(self) -> int:
+        """The bytes of one block: all its segments together."""
+        return sum(self.segment_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLayout:
+    """The layouts of all groups on one rank, in group order."""
+
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The bytes of the largest block of any group."""
+        return max(group.payload_bytes for group in self.groups)
+
+    def describe(self) -> list[list[object]]:
+        """Return the layout as plain data, equal exactly when bytes are exchangeable."""
+        return [
+            [group.block_size, list(group.segment_bytes), group.description]
+            for group in self.groups
+        ]
+
+
+def common_layout(layouts: Sequence[StoreLayout]) -> StoreLayout | None:
+    """Return the layout all ranks agree on, or ``None`` where they differ."""
+    return layouts[0] if layouts and all(layout == layouts[0] for layout in layouts) else None

@@ -1,0 +1,171 @@
+"""Jobs: self-contained transfers from the scheduler to the workers, and the reports back.
+
+Workers know jobs, not requests: a job carries its own token range, that range's hashes and block
+ids, and the id of its key prefix. Nothing in it grows with the length of the request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtide.core.keys import BlockHashes
+
+NULL_BLOCK_ID = 0
+"""The engine's placeholder in a block table; its memory is nobody's and never a source."""
+
+_BLOCK_ID = "i"  # array type code: 32-bit block ids
+
+
+def pack_block_ids(block_ids: Iterable[int]) -> bytes:
+    """Pack block ids as 32-bit integers: a table of a thousand blocks pickles as one string."""
+    return array(_BLOCK_ID, block_ids).tobytes()
+
+
+def unpack_block_ids(packed: bytes) -> Sequence[int]:
+    """Return what :func:`pack_block_ids` packed."""
+    ids = array(_BLOCK_ID)
+    ids.frombytes(packed)
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Write the KV cache of the tokens ``[start_token, end_token)`` of one request.
+
+    Both ends are multiples of ``lcm_block_size``. ``block_ids[g]`` holds, packed, the block of
+    each chunk of group ``g`` in that range; null entries are skipped, not failed. ``hashes``
+    carries the hash blocks of the range under their absolute indexes.
+    """
+
+    job_id: int
+    prefix_id: int
+    start_token: int
+    end_token: int
+    hashes: BlockHashes
+    block_ids: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Fill the blocks of one request from the store, so that it resumes at ``end_token``.
+
+    ``first_chunks[g]`` is the absolute index of the first chunk of group ``g`` to load and
+    ``block_ids[g]`` the target block of each chunk from there on, packed. ``request_id`` is only
+    handed back to the engine.
+    """
+
+    job_id: int
+    request_id: str
+    prefix_id: int
+    start_token: int
+    end_token: int
+    hashes: BlockHashes
+    first_chunks: tuple[int, ...]
+    block_ids: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryPut:
+    """Write one block of a state group as the engine handed it over, valid at ``num_tokens``."""
+
+    group_id: int
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step asks of every worker; empty in most steps.
+
+    ``prefixes`` announces the namespaces of the prefix ids that are used here for the first time.
+    """
+
+    prefixes: Mapping[int, str] = field(default_factory=dict)
+    stores: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.prefixes or self.stores or self.loads)
+
+
+class JobEnd(Enum):
+    """How a store job ended on one rank."""
+
+    STORED = "stored"
+    """Every chunk is in the store now (those that were there before included)."""
+    REFUSED = "refused"
+    """Staging or the put queue was full: nothing is wrong with the store."""
+    NO_SPACE = "no_space"
+    """The store had no room for some chunk."""
+    FAILED = "failed"
+    """Some chunk could not be written, or the deadline passed."""
+    LOST = "lost"
+    """The store as a whole was gone."""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the range may count as saved."""
+        return self is JobEnd.STORED
+
+
+@dataclass(slots=True)
+class JobReport:
+    """What ranks report of their jobs since the last report; reports of ranks are merged.
+
+    ``staged`` counts per job the ranks that no longer read the engine's blocks; ``ended`` counts
+    per job the ranks by how the job ended there. ``failed_loads`` maps a request to the first
+    token that is not proven loaded; ``lost_loads`` are those that failed because the store
+    answered too late or not at all. ``bad_keys`` did not verify and could not be removed yet;
+    ``mended_keys`` are whole again. ``counters`` are sums over ranks (bytes, chunks, faults).
+    """
+
+    staged: Counter[int] = field(default_factory=Counter)
+    ended: dict[int, Counter[JobEnd]] = field(default_factory=dict)
+    failed_loads: dict[str, int] = field(default_factory=dict)
+    lost_loads: set[str] = field(default_factory=set)
+    bad_keys: set[str] = field(default_factory=set)
+    mended_keys: set[str] = field(default_factory=set)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.staged
+            or self.ended
+            or self.failed_loads
+            or self.lost_loads
+            or self.bad_keys
+            or self.mended_keys
+            or self.counters
+        )
+
+    def end(self, job_id: int, end: JobEnd) -> None:
+        """Record that a job ended on this rank."""
+        self.ended.setdefault(job_id, Counter())[end] += 1
+
+    def fail_load(self, request_id: str, token: int, *, lost: bool = False) -> None:
+        """Record the first token of a load that is not proven loaded."""
+        known = self.failed_loads.get(request_id)
+        self.failed_loads[request_id] = token if known is None else min(known, token)
+        if lost:
+            self.lost_loads.add(request_id)
+
+    def merge(self, other: JobReport) -> JobReport:
+        """Return both reports as one; the order of merging does not matter."""
+        merged = JobReport(
+            staged=self.staged + other.staged,
+            ended={job_id: Counter(ends) for job_id, ends in self.ended.items()},
+            failed_loads=dict(self.failed_loads),
+            lost_loads=self.lost_loads | other.lost_loads,
+            bad_keys=self.bad_keys | other.bad_keys,
+            mended_keys=self.mended_keys | other.mended_keys,
+            counters=self.counters + other.counters,
+        )
+        for job_id, ends in other.ended.items():
+            merged.ended.setdefault(job_id, Counter()).update(ends)
+        for request_id, token in other.failed_loads.items():
+            merged.fail_load(request_id, token)
+        return merged

@@ -1,0 +1,194 @@
+"""Keys: what a chunk is called in the store, and whose bytes that name stands for.
+
+A pool key is ``<prefix>@<hash in hex>``. The hash names the tokens (and all tokens before them);
+the prefix names everything else that decides what the bytes are: the fingerprint of the
+:class:`CacheIdentity`, the rank and the KV cache group. Whatever the identity covers cannot
+collide, so a wrong name costs a miss and never a wrong byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+KEY_FORMAT_VERSION = 1
+"""Raised whenever the bytes behind an otherwise equal key would change."""
+
+
+class BlockHashes(Sequence[bytes]):
+    """The hashes of a request's hash blocks ``[first, first + num_carried)``, as one blob.
+
+    Indexes are absolute hash-block numbers, so code that enumerates chunks of a whole request
+    also runs on a job that carries only its own range; asking for a hash below that range is an
+    ``IndexError``. ``len`` is the absolute end, ``first + num_carried``. One blob pickles in a
+    few bytes more than its content, whatever the length of the request.
+    """
+
+    __slots__ = ("_blob", "_hash_bytes", "first")
+
+    def __init__(self, blob: bytes, hash_bytes: int, *, first: int = 0) -> None:
+        if hash_bytes <= 0 or len(blob) % hash_bytes:
+            raise ValueError(f"{len(blob)} bytes are not a whole number of {hash_bytes}-byte hashes")
+        self._blob = blob
+        self._hash_bytes = hash_bytes
+        self.first = first
+
+    @classmethod
+    def pack(cls, hashes: Iterable[bytes], *, first: int = 0) -> BlockHashes:
+        """Pack ``hashes``, the first of which has the absolute index ``first``.
+
+        Raises:
+            ValueError: the hashes are not all of one length.
+        """
+        parts = list(hashes)
+        hash_bytes = len(parts[0]) if parts else 1
+        if any(len(part) != hash_bytes for part in parts):
+            raise ValueError("block hashes of one request must have one length")
+        return cls(b"".join(parts), hash_bytes, first=first)
+
+    def __len__(self) -> int:
+        return self.first + len(self._blob) // self._hash_bytes
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not self.first <= index < len(self):
+            raise IndexError(f"hash {index} is outside the carried [{self.first}, {len(self)})")
+        start = (index - self.first) * self._hash_bytes
+        return self._blob[start : start + self._hash_bytes]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(self.first, len(self)))
+
+    def hexes(self, indices: range) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex, converting the whole range at once."""
+        if not indices:
+            return []
+        if indices[0] < self.first or indices[-1] >= len(self):
+            raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
+        text = self._blob.hex()
+        width = 2 * self._hash_bytes
+        offset = self.first
+        return [text[(i - offset) * width : (i - offset + 1) * width] for i in indices]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickle_hashes, (self._blob, self._hash_bytes, self.first)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockHashes):
+            return NotImplemented
+        return (self.first, self._blob) == (other.first, other._blob)
+
+    def __hash__(self) -> int:
+        return hash((self.first, self._blob))
+
+    def __repr__(self) -> str:
+        return f"<BlockHashes [{self.first}, {len(self)})>"
+
+
+def _unpickle_hashes(blob: bytes, hash_bytes: int, first: int) -> BlockHashes:
+    return BlockHashes(blob, hash_bytes, first=first)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """Everything besides the tokens that decides what bytes a key stands for.
+
+    ``engine`` comes from configuration alone (model and weights identity, KV data type, hash
+    algorithm and seed, parallel sizes, specs of the groups, payload format); ``worker`` is the
+    memory layout that the ranks agreed on; ``deployment`` is replaced when the weights change;
+    ``adapter`` is the content digest of the request's adapter, empty for the base model. Values
+    must be JSON data.
+    """
+
+    engine: Mapping[str, object]
+    worker: object
+    deployment: str = ""
+    adapter: str = ""
+
+    def fingerprint(self) -> str:
+        """Return 128 bits in hex over a canonical form of all fields.
+
+        Canonical JSON (sorted keys, no white space) under BLAKE2b, so that equal identities give
+        equal keys in every process, whatever the order in which a mapping was filled.
+
+        Raises:
+            TypeError: a value is not JSON data.
+        """
+        text = json.dumps(
+            {
+                "format": KEY_FORMAT_VERSION,
+                "engine": dict(self.engine),
+                "worker": self.worker,
+                "deployment": self.deployment,
+                "adapter": self.adapter,
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMetadata:
+    """Whose bytes a key names: the namespace, the rank and the group.
+
+    ``namespace`` is what the scheduler hands out per prefix id (see :func:`namespace_for`);
+    ``rank`` counts the ranks that hold different bytes.
+    """
+
+    namespace: str
+    rank: int
+    group_id: int
+
+
+class PoolKey:
+    """Builds pool keys. The prefix is built once; a key costs one string join and no object."""
+
+    @staticmethod
+    def build_prefix(metadata: KeyMetadata) -> str:
+        """Return the part of a key that all chunks of one rank and group share."""
+        return f"{metadata.namespace}@rank:{metadata.rank}@group:{metadata.group_id}"
+
+    @staticmethod
+    def build_key_string(prefix: str, chunk_hash_hex: str) -> str:
+        """Return the key of the chunk whose hash is ``chunk_hash_hex``."""
+        return f"{prefix}@{chunk_hash_hex}"
+
+
+def namespace_for(cache_prefix: str, identity: CacheIdentity) -> str:
+    """Return the namespace of an identity: the operator's prefix, if any, and the fingerprint."""
+    name = f"kvtide:{identity.fingerprint()}"
+    return f"{cache_prefix}@{name}" if cache_prefix else name
+
+
+@dataclass(slots=True)
+class PrefixTable:
+    """Namespaces by small ids, so that a job names its prefix in one integer.
+
+    The scheduler hands out ids; ``take_new`` yields those no worker has been told yet, because
+    the first metadata that uses an id carries its namespace.
+    """
+
+    _ids: dict[str, int] = field(default_factory=dict)
+    _announced: int = 0
+
+    def id_for(self, namespace: str) -> int:
+        """Return the id of ``namespace``, making one where it is new."""
+        return self._ids.setdefault(namespace, len(self._ids))
+
+    def take_new(self) -> dict[int, str]:
+        """Return the namespaces that were not announced before, by id."""
+        if self._announced == len(self._ids):
+            return {}
+        new = {number: name for name, number in self._ids.items() if number >= self._announced}
+        self._announced = len(self._ids)
+        return new
