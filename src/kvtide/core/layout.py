@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A stretch of this process's memory, ``[address, address + num_bytes)``, that batches may point into.
+    """A stretch of this process's memory that batches may point into.
 
-    The owner keeps it mapped for as long as any store it is registered with is open.
+    It is ``[address, address + num_bytes)``. The owner keeps it mapped for as long as any store it
+    is registered with is open.
     """
 
     address: int
