@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtide.core.keys import BlockHashes, KeyMetadata, PoolKey
+from kvtide.core.keys import HexSource, KeyMetadata, PoolKey
 
 
 class Chunk(NamedTuple):
@@ -103,9 +103,9 @@ class ChunkedTokenDatabase:
         """Return the pool key of the chunk with this hash."""
         return PoolKey.build_key_string(self.prefix, chunk_hash.hex())
 
-    def keys(self, block_hashes: BlockHashes, chunks: range) -> list[str]:
+    def keys(self, block_hashes: HexSource, chunks: range) -> list[str]:
         """Return the keys of whole ``chunks``, one hex conversion for all of them."""
         ratio = self.hashes_per_chunk
         last = range((chunks.start + 1) * ratio - 1, chunks.stop * ratio, ratio)
-        head = self.prefix + "@"
-        return [head + text for text in block_hashes.hexes(last)]
+        prefix = self.prefix
+        return [PoolKey.build_key_string(prefix, text) for text in block_hashes.hexes(last)]

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Protocol, overload
 
 KEY_FORMAT_VERSION = 1
 """Raised whenever the bytes behind an otherwise equal key would change."""
@@ -71,12 +71,13 @@ class BlockHashes(Sequence[bytes]):
         """Return the hashes at absolute ``indices`` in hex, converting the whole range at once."""
         if not indices:
             return []
-        if indices[0] < self.first or indices[-1] >= len(self):
+        low, high = indices[0], indices[-1]
+        if low < self.first or high >= len(self):
             raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
-        text = self._blob.hex()
-        width = 2 * self._hash_bytes
-        offset = self.first
-        return [text[(i - offset) * width : (i - offset + 1) * width] for i in indices]
+        width = self._hash_bytes
+        text = self._blob[(low - self.first) * width : (high + 1 - self.first) * width].hex()
+        step = 2 * width * indices.step
+        return [text[start : start + 2 * width] for start in range(0, len(text), step)]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickle_hashes, (self._blob, self._hash_bytes, self.first)
@@ -93,8 +94,43 @@ class BlockHashes(Sequence[bytes]):
         return f"<BlockHashes [{self.first}, {len(self)})>"
 
 
+class HashWindow:
+    """The hashes of a request from index ``first`` on, read from the engine's own list.
+
+    Nothing is copied but the list of references: a lookup may stop at its first key, so hashes
+    are joined and converted only for the range that is asked.
+    """
+
+    __slots__ = ("_hashes", "first")
+
+    def __init__(self, hashes: Sequence[bytes], *, first: int = 0) -> None:
+        self._hashes = hashes
+        self.first = first
+
+    def __len__(self) -> int:
+        return self.first + len(self._hashes)
+
+    def hexes(self, indices: range) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex."""
+        picked = self._hashes[indices.start - self.first : indices.stop - self.first : indices.step]
+        if len(picked) != len(indices):
+            raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
+        if not picked:
+            return []
+        text = b"".join(picked).hex()
+        width = 2 * len(picked[0])
+        return [text[start : start + width] for start in range(0, len(text), width)]
+
+
 def _unpickle_hashes(blob: bytes, hash_bytes: int, first: int) -> BlockHashes:
     return BlockHashes(blob, hash_bytes, first=first)
+
+
+class HexSource(Protocol):
+    """Hashes that can be read as hex by absolute index, a whole range at once."""
+
+    def hexes(self, indices: range) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex."""
 
 
 @dataclass(frozen=True, slots=True)
