@@ -215,16 +215,22 @@ class PrefixTable:
     """
 
     _ids: dict[str, int] = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
     _announced: int = 0
 
     def id_for(self, namespace: str) -> int:
         """Return the id of ``namespace``, making one where it is new."""
-        return self._ids.setdefault(namespace, len(self._ids))
+        prefix_id = self._ids.get(namespace)
+        if prefix_id is None:
+            prefix_id = self._ids[namespace] = len(self._names)
+            self._names.append(namespace)
+        return prefix_id
+
+    def name_of(self, prefix_id: int) -> str:
+        """Return the namespace that ``prefix_id`` stands for."""
+        return self._names[prefix_id]
 
     def take_new(self) -> dict[int, str]:
         """Return the namespaces that were not announced before, by id."""
-        if self._announced == len(self._ids):
-            return {}
-        new = {number: name for name, number in self._ids.items() if number >= self._announced}
-        self._announced = len(self._ids)
-        return new
+        first, self._announced = self._announced, len(self._names)
+        return dict(enumerate(self._names[first:], first))
