@@ -105,9 +105,7 @@ class Admission:
         """How many loads are under way."""
         return len(self._loading)
 
-    def inquire(
-        self, view: RequestView, namespace: str, now_s: float, *, sentinels: bool
-    ) -> None:
+    def inquire(self, view: RequestView, namespace: str, now_s: float, *, sentinels: bool) -> None:
         """Start looking a request up, from the local hit that the engine is likely to have.
 
         With ``sentinels`` the lookup also asks for the ends of what the engine holds.
@@ -203,10 +201,14 @@ class Admission:
         query = LookupQuery(
             start_token,
             end_token,
-            HashWindow(view.hashes(start_token // unit, end_token // unit), first=start_token // unit),
+            HashWindow(
+                view.hashes(start_token // unit, end_token // unit), first=start_token // unit
+            ),
             self._sentinel_hashes(view, start_token) if sentinels else (),
         )
-        inquiry = _Inquiry(None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s)
+        inquiry = _Inquiry(
+            None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s
+        )
         self._inquiries[view.request_id] = inquiry
         if start_token < end_token or query.sentinel_hashes:
             inquiry.ticket = self._next_ticket
@@ -280,7 +282,9 @@ class Admission:
         num_tokens = max(0, hit - num_computed_tokens)
         room = self._limits.max_load_tokens - sum(self._loading.values())
         if num_tokens > room:
-            num_tokens = max(0, self._coordinator.last_boundary(num_computed_tokens + room) - num_computed_tokens)
+            num_tokens = max(
+                0, self._coordinator.last_boundary(num_computed_tokens + room) - num_computed_tokens
+            )
         if num_tokens < max(1, self._limits.min_load_tokens):
             num_tokens = 0
         inquiry.promised = (num_computed_tokens, num_computed_tokens + num_tokens)

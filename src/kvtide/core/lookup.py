@@ -20,6 +20,7 @@ FIRST_PROBE_CHUNKS = 64
 MAX_PROBE_CHUNKS = 1024
 """Keeps the key building of one batch well under a millisecond."""
 
+
 @dataclass(frozen=True, slots=True)
 class LookupQuery:
     """What to look up: the tokens ``[start_token, end_token)`` of one request.

@@ -44,9 +44,8 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
         _E.PREEMPTED: _S.WAITING,
         _E.FINISHED: _S.GONE,
     },
-    _S.LOADING: {
+    _S.LOADING: {  # the engine never preempts a request that waits for its load
         _E.LOAD_ENDED: _S.WAITING,
-        _E.PREEMPTED: _S.WAITING,
         _E.FINISHED: _S.GONE,
     },
     _S.RUNNING: {
@@ -65,7 +64,10 @@ NEW_LIFE = frozenset({RequestEvent.ARRIVED, RequestEvent.PREEMPTED, RequestEvent
 
 @dataclass(slots=True)
 class SaveProgress:
-    """How far a request is saved. Offsets are tokens, multiples of ``lcm_block_size``.
+    """How far one life of a request is saved. Offsets are tokens, multiples of ``lcm_block_size``.
+
+    A store job holds on to the progress of the life that emitted it. A preempted or replaced
+    request gets a new object, so a late report updates one that nobody reads any more.
 
     ::
 
@@ -116,16 +118,18 @@ class SaveProgress:
 class RequestTracker:
     """What the scheduler side remembers of one request.
 
-    ``generation`` grows with every new life (preempted, replaced), so that a report about an
-    earlier one changes nothing. ``prefix_id`` is ``None`` for a request that must neither save
-    nor load. ``num_admitted_tokens`` is the length at (re)admission: tokens below it are prefill.
+    ``prefix_id`` is ``None`` for a request that must neither save nor load; ``may_load`` is False
+    for one that must compute its whole prompt. ``num_admitted_tokens`` is the length at
+    (re)admission: tokens below it are prefill.
     """
 
     request_id: str
     prefix_id: int | None
     num_admitted_tokens: int
+    may_load: bool = True
     state: RequestState = RequestState.WAITING
-    generation: int = 0
+    next_prefix_id: int | None = None
+    """The prefix to use from the next admission on, after the weights changed."""
     progress: SaveProgress | None = None
     """``None`` until the engine first schedules this life of the request."""
     repair: bool = False
@@ -138,6 +142,10 @@ class RequestTracker:
         """Apply an event to the state and, where a new life begins, forget the old one."""
         self.state = TRANSITIONS[self.state].get(event, self.state)
         if event in NEW_LIFE:
-            self.generation += 1
             self.progress = None
             self.repair = False
+
+    def adopt_next_prefix(self) -> None:
+        """Take over the prefix of the new weights: what is computed from now on is theirs."""
+        if self.prefix_id is None and self.next_prefix_id is not None:
+            self.prefix_id, self.next_prefix_id = self.next_prefix_id, None

@@ -12,23 +12,26 @@ only jobs. Three rules keep it right:
 * **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
   ``saved_offset`` when the last rank has reported success. A failed job puts its request (for
   no-space or a lost store: the whole pool) into back-off, after which saving starts again at the
-  saved offset. Reports carry a job id; a job knows the generation of its request, so a report
-  about an earlier life of a request changes nothing but its own pins.
+  saved offset. A job holds the :class:`SaveProgress` of the life of its request that emitted it,
+  so a report about an earlier life changes nothing but its own pins.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtide.core.admission import Admission, AdmissionLimits, Lookups
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import JobEnd, JobReport, LoadJob, StepPlan, StoreJob
-from kvtide.core.keys import PrefixTable
+from kvtide.core.keys import BlockHashes, PrefixTable
 from kvtide.core.requests import RequestEvent, RequestState, RequestTracker, SaveProgress
 from kvtide.core.transfer import RequestView, plan_load, plan_store
+
+UNKNOWN_PREFIX_ID = -1
+"""No worker ever learns a namespace for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,9 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What the engine decided in one step, in the order in which the core applies it."""
+    """What the engine decided in one step; preemptions are applied first."""
 
     preempted: Sequence[RequestView] = ()
-    finished: Iterable[str] = ()
     scheduled: Iterable[Scheduled] = ()
 
 
@@ -90,8 +92,7 @@ class StepOutcome(NamedTuple):
 class _OpenJob:
     """A store job that not every rank has ended yet."""
 
-    request_id: str
-    generation: int
+    progress: SaveProgress
     start_token: int
     end_token: int
     pinned_block_ids: list[int]
@@ -123,8 +124,8 @@ class _PoolBackOff:
 class PoolScheduler:
     """Decides what to save and load; one object per engine, called from one thread.
 
-    Times are passed in, in seconds of any steady clock. ``base_namespace`` is set once the ranks'
-    layouts are known (:meth:`set_namespace`); before that nothing is saved, loaded or looked up.
+    Times are passed in, in seconds of any steady clock. ``lookups`` runs lookups elsewhere and
+    never blocks. ``num_ranks`` is how many reports end a job.
     """
 
     def __init__(
@@ -157,7 +158,9 @@ class PoolScheduler:
         states = Counter(tracker.state.value for tracker in self._trackers.values())
         counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         head = f"{len(self._trackers)} requests" + (f": {counts}" if counts else "")
-        return f"<PoolScheduler [{head} | {len(self._jobs)} jobs, {self._num_pinned} blocks pinned]>"
+        return (
+            f"<PoolScheduler [{head} | {len(self._jobs)} jobs, {self._num_pinned} blocks pinned]>"
+        )
 
     @property
     def has_pins(self) -> bool:
@@ -177,19 +180,19 @@ class PoolScheduler:
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(
-        self, view: RequestView, namespace: str | None, now_s: float, *, may_read: bool = True
+        self, view: RequestView, namespace: str | None, now_s: float, *, may_load: bool = True
     ) -> None:
         """Track a request that arrived; ``namespace`` ``None`` means: neither save nor load.
 
         An id that is tracked already is replaced: all we knew belonged to another life.
-        ``may_read`` is False for requests that must compute their whole prompt.
+        ``may_load`` is False for requests that must compute their whole prompt.
         """
         self._forget(view.request_id)
         prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
         self._trackers[view.request_id] = RequestTracker(
-            view.request_id, prefix_id, view.num_tokens
+            view.request_id, prefix_id, view.num_tokens, may_load=may_load
         )
-        if namespace is not None and may_read:
+        if namespace is not None and may_load:
             self._admission.inquire(view, namespace, now_s, sentinels=self._saves.prefill)
 
     def match(self, view: RequestView, num_computed_tokens: int, now_s: float) -> int | None:
@@ -198,7 +201,7 @@ class PoolScheduler:
         Free of side effects on the request: the engine repeats it while allocation fails.
         """
         tracker = self._trackers.get(view.request_id)
-        if tracker is None or tracker.prefix_id is None:
+        if tracker is None or tracker.prefix_id is None or not tracker.may_load:
             return 0
         if tracker.state is RequestState.RUNNING:
             # The engine asks for a request that we believe to be computing: it was preempted in
@@ -210,12 +213,15 @@ class PoolScheduler:
     def on_allocated(self, view: RequestView, num_external_tokens: int) -> None:
         """Plan the load of what the engine granted, which may be less than was promised."""
         granted = self._admission.granted(view.request_id, num_external_tokens)
+        if not num_external_tokens:
+            return
         tracker = self._trackers.get(view.request_id)
+        self._admission.load_started(view.request_id, num_external_tokens)
         if granted is None or tracker is None or tracker.prefix_id is None:
+            self._pending_loads.append(self._refused_load(view, num_external_tokens))
             return
         num_computed_tokens, hit_token = granted
         tracker.advance(RequestEvent.LOAD_STARTED)
-        self._admission.load_started(view.request_id, num_external_tokens)
         job = plan_load(
             view,
             self.coordinator,
@@ -226,14 +232,37 @@ class PoolScheduler:
         )
         self._pending_loads.append(job)
 
+    def _refused_load(self, view: RequestView, num_tokens: int) -> LoadJob:
+        """Return a load that fails on every rank, for tokens that were granted but never promised.
+
+        The engine waits for a report in any case; a failed load makes it recompute.
+        """
+        self.counters["refused_loads"] += 1
+        num_groups = len(self.coordinator.groups)
+        return LoadJob(
+            job_id=self._take_job_id(),
+            request_id=view.request_id,
+            prefix_id=UNKNOWN_PREFIX_ID,
+            start_token=0,
+            end_token=num_tokens,
+            hashes=BlockHashes.pack(()),
+            first_chunks=(0,) * num_groups,
+            block_ids=(b"",) * num_groups,
+        )
+
+    def on_finished(self, request_id: str) -> None:
+        """Forget a request; its open jobs and loads still report, and only give back what is theirs.
+
+        Call it when the engine ends the request, not in a later step: the id may be reused.
+        """
+        self._forget(request_id)
+
     # ------------------------------------------------------------------ one step
 
     def step(self, events: StepEvents, now_s: float) -> StepOutcome:
         """Apply a step's events and return what the workers have to do for it."""
         for view in events.preempted:
             self._preempt(view, now_s)
-        for request_id in events.finished:
-            self._finish(request_id)
         stores: list[StoreJob] = []
         pins: list[int] = []
         for scheduled in events.scheduled:
@@ -253,6 +282,7 @@ class PoolScheduler:
         """Begin a life where the engine admits the request, and find where its first job starts."""
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
             tracker.advance(RequestEvent.ARRIVED)  # resumed without a preemption notice
+            tracker.adopt_next_prefix()
         tracker.advance(RequestEvent.SCHEDULED)
         if tracker.progress is not None:
             return
@@ -305,16 +335,14 @@ class PoolScheduler:
         lost = self.coordinator.num_chunks(start, end) - len(planned.pinned_block_ids)
         self.counters["skipped_null_chunks"] += lost
         progress.num_open_jobs += 1
-        self._jobs[planned.job.job_id] = _OpenJob(
-            tracker.request_id, tracker.generation, start, end, planned.pinned_block_ids
-        )
+        self._jobs[planned.job.job_id] = _OpenJob(progress, start, end, planned.pinned_block_ids)
         self._num_pinned += len(planned.pinned_block_ids)
         self.counters["store_jobs"] += 1
         stores.append(planned.job)
         pins.extend(planned.pinned_block_ids)
 
     def _job_budget_tokens(self) -> int:
-        """Return how many tokens the next job may cover; at least one unit when nothing is pinned."""
+        """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
         unit = self.coordinator.lcm_block_size
         blocks_per_unit = self.coordinator.num_chunks(0, unit)
         room = (self._limits.max_pinned_blocks - self._num_pinned) // blocks_per_unit * unit
@@ -386,15 +414,13 @@ class PoolScheduler:
             self.counters["pool_back_offs"] += 1
         for end in failures:
             self.counters[f"jobs_{end.value}"] += 1
-        tracker = self._trackers.get(job.request_id)
-        if tracker is None or tracker.generation != job.generation or tracker.progress is None:
-            return
-        tracker.progress.num_open_jobs -= 1
+        progress = job.progress
+        progress.num_open_jobs -= 1
         if not failures:
-            tracker.progress.record_saved(job.start_token, job.end_token)
-            tracker.progress.delay_s = 0.0
+            progress.record_saved(job.start_token, job.end_token)
+            progress.delay_s = 0.0
         else:
-            tracker.progress.back_off(
+            progress.back_off(
                 now_s,
                 first_delay_s=self._limits.first_delay_s,
                 max_delay_s=self._limits.max_delay_s,
@@ -408,35 +434,34 @@ class PoolScheduler:
 
     # ------------------------------------------------------------------ ends and resets
 
-    def reset(self, namespace: str) -> None:
-        """Move to another namespace, because the weights changed.
+    def reset(self, namespace_of: Callable[[str], str | None]) -> None:
+        """Move to other namespaces, because the weights changed.
 
-        Requests that have not computed anything move along. What is computed or loading holds KV
-        cache of the old weights: it neither saves nor loads until it is admitted anew.
+        ``namespace_of`` gives a request's new one. Requests that have not computed anything move
+        along. What is computed or loading holds KV cache of the old weights: it neither saves nor
+        loads until it is admitted anew.
         """
-        prefix_id = self._prefixes.id_for(namespace)
+        self.counters["resets"] += 1
         for tracker in self._trackers.values():
             self._admission.drop(tracker.request_id)
             if tracker.prefix_id is None:
                 continue
-            tracker.prefix_id = prefix_id if tracker.state is RequestState.WAITING else None
-        self.counters["resets"] += 1
+            namespace = namespace_of(tracker.request_id)
+            tracker.next_prefix_id = (
+                None if namespace is None else self._prefixes.id_for(namespace)
+            )
+            is_clean = tracker.state is RequestState.WAITING
+            tracker.prefix_id = tracker.next_prefix_id if is_clean else None
 
     def _preempt(self, view: RequestView, now_s: float) -> None:
         tracker = self._trackers.get(view.request_id)
-        if tracker is None or tracker.state is RequestState.WAITING:
+        if tracker is None or tracker.state is not RequestState.RUNNING:
             return
         tracker.advance(RequestEvent.PREEMPTED)
-        if tracker.prefix_id is not None:
+        tracker.adopt_next_prefix()
+        if tracker.prefix_id is not None and tracker.may_load:
             namespace = self._prefixes.name_of(tracker.prefix_id)
             self._admission.inquire(view, namespace, now_s, sentinels=self._saves.prefill)
-
-    def _finish(self, request_id: str) -> None:
-        tracker = self._trackers.get(request_id)
-        if tracker is not None and tracker.progress is not None:
-            unsaved = tracker.progress
-            self.counters["finished_with_open_jobs"] += bool(unsaved.num_open_jobs)
-        self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._admission.drop(request_id)
@@ -452,10 +477,7 @@ class PoolScheduler:
             progress = tracker.progress
             if progress is None:
                 continue
-            open_jobs = sum(
-                job.request_id == tracker.request_id and job.generation == tracker.generation
-                for job in self._jobs.values()
-            )
+            open_jobs = sum(job.progress is progress for job in self._jobs.values())
             assert open_jobs == progress.num_open_jobs, f"{tracker.request_id}: {open_jobs} open"
             assert progress.saved_offset <= progress.scheduled_offset, f"{tracker}"
 

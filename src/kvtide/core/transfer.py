@@ -117,4 +117,3 @@ def plan_load(
         first_chunks=tuple(first_chunks),
         block_ids=tuple(tables),
     )
-
