@@ -447,9 +447,7 @@ class PoolScheduler:
             if tracker.prefix_id is None:
                 continue
             namespace = namespace_of(tracker.request_id)
-            tracker.next_prefix_id = (
-                None if namespace is None else self._prefixes.id_for(namespace)
-            )
+            tracker.next_prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
             is_clean = tracker.state is RequestState.WAITING
             tracker.prefix_id = tracker.next_prefix_id if is_clean else None
 

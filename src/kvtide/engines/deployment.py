@@ -24,9 +24,7 @@ class Deployment:
     """
 
     def __init__(self, weights_version: str) -> None:
-        self._file = (
-            Path(weights_version[1:]) if weights_version.startswith(_FILE_MARK) else None
-        )
+        self._file = Path(weights_version[1:]) if weights_version.startswith(_FILE_MARK) else None
         self.name = self._read() if self._file is not None else weights_version
 
     def change(self) -> None:
