@@ -1,0 +1,1 @@
+"""Engines: adapters between an inference engine's words and kvtide's own."""
