@@ -7,7 +7,7 @@ import sys
 import click
 
 from kvtide import __version__
-from kvtide.cli.demo import demo
+from kvtide.cli import demo
 from kvtide.errors import KVTideError
 
 
@@ -17,7 +17,7 @@ def cli() -> None:
     """An incremental KV-cache pool for LLM inference engines."""
 
 
-cli.add_command(demo)
+cli.add_command(demo.command)
 
 
 def main() -> None:

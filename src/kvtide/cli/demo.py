@@ -36,7 +36,7 @@ class _Progress:
             self._status.stop()
 
 
-@click.command()
+@click.command("demo")
 @click.option(
     "--model",
     metavar="PATH",
@@ -56,7 +56,7 @@ class _Progress:
     help="Length of the prompt.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def demo(*, model: str | None, store: str | None, prompt_tokens: int, as_json: bool) -> None:
+def command(*, model: str | None, store: str | None, prompt_tokens: int, as_json: bool) -> None:
     """Run one prompt through three vLLM engines, one after another.
 
     The first fills an empty pool, the second loads from it, the third runs without kvtide. Exits

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvtide.engines.vllm import demo_model
 from kvtide.engines.vllm.demo_process import build_model, require_vllm, run_engine
 from kvtide.engines.vllm.demo_run import BLOCK_SIZE, RunResult, RunSpec
 from kvtide.errors import EngineRunError
@@ -81,8 +82,7 @@ def run_demo(
     logs = Path(tempfile.mkdtemp(prefix="kvtide-demo-"))
     with _pool(store) as url:
         if model is None and runner is None:
-            progress("making the model (first time only, about 10 s)")
-            model = str(build_model(logs))
+            model = str(_own_model(logs, progress))
         prompt, warmup = prompts(model, prompt_tokens)
         results: dict[str, RunResult] = {}
         for name, pool, what in [
@@ -109,6 +109,15 @@ def run_demo(
     else:
         shutil.rmtree(logs, ignore_errors=True)
     return report
+
+
+def _own_model(logs: Path, progress: Progress) -> Path:
+    """Return the folder of the demo's own model, saying so where it has to be made."""
+    folder = demo_model.model_folder()
+    if not demo_model.is_built(folder):
+        progress("making a small model with random weights (first time only, about 10 s)")
+        build_model(folder, logs)
+    return folder
 
 
 def _report(results: dict[str, RunResult], prompt_tokens: int) -> DemoReport:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kvtide.engines.vllm import demo_model
 from kvtide.engines.vllm.demo_run import RunResult, RunSpec
 from kvtide.errors import EngineRunError
 
@@ -42,13 +41,10 @@ def require_vllm() -> None:
         )
 
 
-def build_model(logs: Path) -> Path:
-    """Return the folder of the demo's own model, making it where it does not exist yet."""
-    folder = demo_model.model_folder()
-    if not demo_model.is_built(folder):
-        module = "kvtide.engines.vllm.demo_model"
-        _run_module(module, [str(folder)], logs / "model.log", "making the demo's model")
-    return folder
+def build_model(folder: Path, logs: Path) -> None:
+    """Make the demo's own model in ``folder``, in a process of its own: it imports torch."""
+    module = "kvtide.engines.vllm.demo_model"
+    _run_module(module, [str(folder)], logs / "model.log", "making the demo's model")
 
 
 def run_engine(spec: RunSpec, logs: Path) -> RunResult:
