@@ -40,12 +40,14 @@ class _Progress:
 @click.option(
     "--model",
     metavar="PATH",
-    help="A model's folder.  [default: a small one with random weights, made on first use]",
+    show_default="a small one with random weights, made on first use",
+    help="A model's folder.",
 )
 @click.option(
     "--store",
     metavar="URL",
-    help="The pool.  [default: a fresh local:// pool, removed afterwards]",
+    show_default="a fresh local:// pool, removed afterwards",
+    help="The pool.",
 )
 @click.option(
     "--prompt-tokens",
