@@ -24,7 +24,8 @@ _TAIL_LINES = 15
 # wins only where that cannot happen.
 _FIXED = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    # One thread, on the first core that this process may use (in a container that need not be 0).
+    "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",

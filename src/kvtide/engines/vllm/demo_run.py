@@ -19,6 +19,9 @@ BLOCK_SIZE = 32
 CHUNK_TOKENS = 2048
 """Prefill tokens per step: alike in all runs, because it decides how sums are rounded."""
 
+SETTLE_PAUSE_S = 0.3
+"""Between two looks at the counters, which the connector writes at most five times a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
@@ -87,12 +90,16 @@ def read_counters(path: str) -> dict[str, int]:
 class Engine:
     """A vLLM engine that answers token ids with token ids."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        """Start it; this takes 15 to 30 seconds."""
+    def __init__(self, spec: RunSpec, llm: Any) -> None:
+        self._spec = spec
+        self._llm = llm
+
+    @classmethod
+    def start(cls, spec: RunSpec) -> Engine:
+        """Start vLLM; this takes 15 to 30 seconds."""
         from vllm import LLM
 
-        self._spec = spec
-        self._llm = LLM(**engine_arguments(spec))
+        return cls(spec, LLM(**engine_arguments(spec)))
 
     def generate(self, prompt: list[int], tokens: int) -> Any:
         """Return vLLM's ``RequestOutput`` for ``prompt``, with exactly ``tokens`` greedy tokens."""
@@ -109,6 +116,9 @@ class Engine:
     def settle(self) -> dict[str, int]:
         """Wait until what was saved is in the store, and return the connector's counters.
 
+        The connector keeps them in ``stats_path`` from its start on; read are ``jobs_open``, which
+        counts jobs without their end report, ``saved_bytes`` and ``loaded_bytes``.
+
         Reports travel with the engine's steps, and an idle engine takes none: a prompt too short to
         fill a block makes it take two, without changing what is measured.
         """
@@ -123,8 +133,7 @@ class Engine:
             if idle and now and now == before:
                 return now
             before = now
-            # The connector writes its counters at most five times a second.
-            time.sleep(0.3)
+            time.sleep(SETTLE_PAUSE_S)
         raise TimeoutError(
             f"saving did not end within {self._spec.settle_s:g} s; counters: {before or 'none'}"
         )
@@ -132,7 +141,7 @@ class Engine:
 
 def run(spec: RunSpec) -> RunResult:
     """Start an engine and send it the prompt, after a short one that wakes up what is lazy."""
-    engine = Engine(spec)
+    engine = Engine.start(spec)
     engine.generate(spec.warmup, 2)
     before = engine.settle()
     output = engine.generate(spec.prompt, spec.output_tokens)
