@@ -276,8 +276,8 @@ class PoolConfig:
         "",
         "an absolute path without NUL, or nothing",
         _text("an absolute path, such as '/tmp/kvtide.json', or ''", r"(?:/[^\0]+)?"),
-        "A file that the scheduler side keeps up to date with its counters, as JSON, from its start "
-        "on.",
+        "A file that the scheduler side keeps up to date with its counters, as JSON, from "
+        "its start on.",
     )
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Engines: adapters between an inference engine's words and kvtide's own."""
+"""Engines kvtide runs under; each is a package of its own, imported only inside that engine."""
