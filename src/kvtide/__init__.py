@@ -2,6 +2,7 @@
 
 from kvtide.errors import (
     ConfigError,
+    EngineRunError,
     KVTideError,
     StoreClosedError,
     StoreError,
@@ -15,6 +16,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ConfigError",
+    "EngineRunError",
     "KVTideError",
     "StoreClosedError",
     "StoreError",

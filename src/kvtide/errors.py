@@ -51,3 +51,7 @@ class StoreClosedError(StoreError):
 
 class UnregisteredMemoryError(StoreError):
     """A batch points outside the memory registered with the store: a fault of the caller."""
+
+
+class EngineRunError(KVTideError):
+    """An engine that kvtide itself started, for a demonstration or a measurement, failed."""
