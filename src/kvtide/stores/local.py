@@ -28,6 +28,7 @@ from kvtide.stores.base import Status, Store
 from kvtide.stores.copying import gather, scatter
 from kvtide.stores.local_index import (
     ENTRY,
+    MAX_KEYS_AT_ONCE,
     LocalIndex,
     Reservation,
     encode_keys,
@@ -44,7 +45,6 @@ DEFAULT_LOCK_TIMEOUT_S = 2.0
 _SETUP_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_PATH_EVERY_S = 1.0
-_MAX_KEYS_AT_ONCE = 1024
 _MAX_BYTES_AT_ONCE = 256 << 20
 
 # How many laps of the hand a touched value survives. Losing an early chunk wastes all later ones, so
@@ -153,7 +153,7 @@ class LocalStore(Store):
             statuses: list[Status] = []
             protected_from = 0
             at_once = min(_MAX_BYTES_AT_ONCE, max(PAGE_BYTES, self.size_bytes // 4))
-            for part in batch.split(max_keys=_MAX_KEYS_AT_ONCE, max_bytes=at_once):
+            for part in batch.split(max_keys=MAX_KEYS_AT_ONCE, max_bytes=at_once):
                 part_statuses, protected_from = self._put_part(part, protected_from)
                 statuses += part_statuses
             return statuses

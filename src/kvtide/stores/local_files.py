@@ -25,7 +25,10 @@ MIN_POOL_BYTES = 64 * PAGE_BYTES
 _LARGEST_DEFAULT_BYTES = 64 << 30
 _MIN_INDEX_BYTES = 2 << 20
 _INDEX_SHARE = 64
-"""The index gets 1/64 of the pool: enough for values of 32 KiB with keys of 131 characters."""
+_SMALL_INDEX_SHARE = 16
+_SMALL_INDEX_BYTES = 64 << 20
+"""The index gets 1/64 of the pool, small pools more, since small models have small values. A value
+with a key of 131 characters takes about 450 bytes of it."""
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "afs"}
 
 _log = logging.getLogger(__name__)
@@ -161,7 +164,9 @@ def create_pool(path: Path, size_bytes: int | None) -> Marker:
 
 def index_bytes_of(size_bytes: int) -> int:
     """Return the size of the index of a pool of ``size_bytes``, in whole pages."""
-    return max(_MIN_INDEX_BYTES, size_bytes // _INDEX_SHARE // PAGE_BYTES * PAGE_BYTES)
+    small = min(size_bytes // _SMALL_INDEX_SHARE, _SMALL_INDEX_BYTES)
+    num_bytes = max(_MIN_INDEX_BYTES, small, size_bytes // _INDEX_SHARE)
+    return num_bytes // PAGE_BYTES * PAGE_BYTES
 
 
 def in_use(marker: Marker) -> Marker:

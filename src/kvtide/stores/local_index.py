@@ -38,8 +38,11 @@ _PATIENCE = 256
 """Extents the hand passes for one value before it stops granting second chances."""
 _LAST_STEP = 20_000
 """Extents the hand passes for one value at most: it bounds the time under the write lock."""
-_INDEX_FULL = 0.5
-"""The used share of the index from which evictions also make room there: LMDB copies on write."""
+MAX_KEYS_AT_ONCE = 256
+"""Keys that one transaction may reserve: it bounds the pages that LMDB copies before it writes."""
+_COPIED_PAGES = 6 * MAX_KEYS_AT_ONCE
+"""Pages of the index to leave for such copies: those of this transaction and the two before it."""
+_LEAST_USE = 0.25
 
 
 def encode_key(key: str) -> bytes:
@@ -98,7 +101,8 @@ class LocalIndex:
     def __init__(self, path: Path, num_bytes: int, slab: Slab, locks: PoolLocks) -> None:
         self._slab = slab
         self._locks = locks
-        self._num_index_pages = num_bytes // PAGE_BYTES
+        num_index_pages = num_bytes // PAGE_BYTES
+        self._full_from = max(num_index_pages * _LEAST_USE, num_index_pages - _COPIED_PAGES)
         self._env = lmdb.open(
             str(path),
             subdir=False,
@@ -230,7 +234,7 @@ class LocalIndex:
         for table in (self._keys, self._extents):
             stat = txn.stat(table)
             used += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-        return bool(used > _INDEX_FULL * self._num_index_pages)
+        return bool(used > self._full_from)
 
 
 class _Walk:
