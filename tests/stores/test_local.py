@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -452,27 +452,53 @@ def test_one_process_opens_a_pool_once(path: Path, tmp_path: Path) -> None:
     third.close()
 
 
-def test_a_forked_child_is_told_to_open_again(path: Path) -> None:
-    """A handle from before a fork refuses; the child's own works, and the parent's still does."""
-    store = open_store(f"local://{path}?size=1MiB")
-    Arena(store).put([("a", b"abc")])
+def in_forked_child(check: Callable[[], None]) -> bool:
+    """Run ``check`` in a forked child; True if it raised nothing."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            try:
-                store.exists(["a"])
-            except StoreClosedError as error:
-                assert "before a fork" in str(error)
-                store.close()
-                own = open_store(f"local://{path}")
-                assert own.exists(["a"]) == [True]
-                assert Arena(own).put([("b", b"child")]) == [Status.OK]
-                own.close()
-                code = 0
+            check()
+            code = 0
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert store.exists(["a", "b"]) == [True, True]
-    assert Arena(store).put([("c", b"parent")]) == [Status.OK]
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_handle_from_before_a_fork_refuses(path: Path) -> None:
+    """A child is told to open after the fork, and does its parent no harm; nor does its close."""
+    store = open_store(f"local://{path}?size=1MiB")
+    Arena(store).put([("a", b"abc")])
+
+    def use() -> None:
+        with pytest.raises(StoreClosedError, match="before a fork"):
+            store.exists(["a"])
+        store.close()
+        with pytest.raises(StoreOpenError, match="spawn"):
+            open_store(f"local://{path}")
+
+    assert in_forked_child(use)
+    assert store.exists(["a", "b"]) == [True, False]
+    assert Arena(store).put([("b", b"parent")]) == [Status.OK]
     store.close()
+
+
+def test_a_child_may_open_what_its_parent_closed(path: Path) -> None:
+    """Only a pool that was open at the fork is refused."""
+    store = open_store(f"local://{path}?size=1MiB")
+    Arena(store).put([("a", b"abc")])
+    store.close()
+
+    def use() -> None:
+        own = open_store(f"local://{path}")
+        assert own.exists(["a"]) == [True]
+        own.close()
+
+    assert in_forked_child(use)
+
+
+def test_a_second_store_on_one_path_is_refused(small: LocalStore) -> None:
+    """Opening a pool twice without ``open_store`` is refused and leaves the first one sound."""
+    with pytest.raises(StoreOpenError, match="already open in this process"):
+        LocalStore(small.path)
+    assert Arena(small).put([("a", b"abc")]) == [Status.OK]

@@ -35,7 +35,7 @@ from kvtide.stores.local_index import (
     first_pages,
     num_pages_of,
 )
-from kvtide.stores.local_locks import LockTimeoutError, Owner, PoolLocks
+from kvtide.stores.local_locks import AlreadyOpenError, LockTimeoutError, Owner, PoolLocks
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
 from kvtide.stores.slab import Slab, preallocate
@@ -83,7 +83,13 @@ class LocalStore(Store):
         self._abandoned: list[Reservation] = []
         self._next_path_check = 0.0
         files.check_directory(self.path)
-        self._locks = PoolLocks(self.path / files.LOCKS)
+        try:
+            self._locks = PoolLocks(self.path / files.LOCKS)
+        except AlreadyOpenError:
+            raise StoreOpenError(
+                f"{self.path} is already open in this process, or was when it was forked: use"
+                " open_store, which shares it, and open it after a fork or start children with spawn"
+            ) from None
         try:
             with self._locks.setting_up(_SETUP_TIMEOUT_S):
                 self._open(size_bytes)
@@ -201,9 +207,9 @@ class LocalStore(Store):
         with self._calls:
             now = time.monotonic()
             if now >= self._next_path_check:
-                self._next_path_check = now + _CHECK_PATH_EVERY_S
                 if self._is_gone():
                     raise StoreLostError(f"the pool in {self.path} was removed: open it again")
+                self._next_path_check = now + _CHECK_PATH_EVERY_S
             try:
                 yield
             except lmdb.Error as error:

@@ -25,7 +25,7 @@ MIN_POOL_BYTES = 64 * PAGE_BYTES
 _LARGEST_DEFAULT_BYTES = 64 << 30
 _MIN_INDEX_BYTES = 2 << 20
 _INDEX_SHARE = 64
-_SMALL_INDEX_SHARE = 16
+_SMALL_INDEX_SHARE = 8
 _SMALL_INDEX_BYTES = 64 << 20
 """The index gets 1/64 of the pool, small pools more, since small models have small values. A value
 with a key of 131 characters takes about 450 bytes of it."""

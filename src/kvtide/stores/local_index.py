@@ -141,8 +141,9 @@ class LocalIndex:
     ) -> tuple[list[Reservation | Status], int]:
         """Reserve pages for each key, evicting as the hand goes; OK where the key is present.
 
-        Values of ``protected_from`` and later generations are not evicted (0: this call's first).
-        Returns the outcome per key and the first generation of this call's.
+        Values of generations after ``protected_from`` are not evicted; 0 stands for the generation
+        now reached. Returns the outcome per key, and ``protected_from`` for the rest of a put that
+        must not evict what it stored itself.
         """
         with self._env.begin(write=True) as txn:
             hand, generation = _META.unpack(txn.get(b"state", db=self._meta))
@@ -288,7 +289,7 @@ class _Walk:
             return True
         if extent.kind == _RESERVED:
             return not self._is_alive(extent.tail)
-        if extent.generation >= self._protected_from:
+        if extent.generation > self._protected_from:
             return False
         chances = int(self._chances[extent.first_page])
         if chances and not forced:

@@ -63,8 +63,9 @@ def store_schemes() -> list[str]:
 class StoreHandle(Store):
     """One caller's handle on a store that others in this process may share.
 
-    It refuses to work in a child of the process that opened it: locks, maps and sockets do not
-    survive a fork. The child opens the URL again.
+    It refuses to work in a child of the process that opened it: locks and sockets do not survive a
+    fork. The child opens a URL of its own; a local pool that the parent had open at the fork cannot
+    be opened in the child (LMDB keeps it open), so open it after the fork, or start with spawn.
     """
 
     def __init__(self, shared: _SharedStore) -> None:
@@ -80,7 +81,7 @@ class StoreHandle(Store):
         if os.getpid() != self._pid:
             raise StoreClosedError(
                 f"the handle on {self._url.text!r} was opened before a fork, by process {self._pid}:"
-                " call open_store in the child"
+                " open stores after the fork, or start the process with spawn"
             )
         return self._store
 
