@@ -206,8 +206,6 @@ def _tensor_middles(header: bytes) -> list[int] | None:
         tensors = json.loads(header)
         spans = [t["data_offsets"] for name, t in tensors.items() if name != "__metadata__"]
         start = 8 + len(header)
-        return sorted(
-            start + max((low + high - SAMPLE_BYTES) // 2, low) for low, high in spans
-        )
+        return sorted(start + max((low + high - SAMPLE_BYTES) // 2, low) for low, high in spans)
     except (ValueError, AttributeError, KeyError, TypeError):
         return None

@@ -95,9 +95,9 @@ def release_namespace() -> str:
 def hash_scheme(algorithm: str) -> dict[str, str | None]:
     """Return what besides tokens goes into the engine's block hashes, as data for the identity.
 
-    ``seed`` is the root's seed as configured, ``None`` where the engine's own applies. It is read from the environment and not from
-    ``get_none_hash_seed()``: the engine seeds its root only after it has made the connector, so
-    that function still answers its default then.
+    ``seed`` is the root's seed as configured, ``None`` where the engine's own applies. It is
+    read from the environment and not from ``get_none_hash_seed()``: the engine seeds its root
+    only after it has made the connector, so that function still answers its default then.
     """
     return {
         "algorithm": algorithm,

@@ -108,22 +108,21 @@ def _model_identity(model: Any) -> dict[str, object]:
     return identity
 
 
-def _rope_types(config: object) -> set[str]:
+def _rope_types(config: object, in_rope: bool = False) -> set[str]:
     """Return the kinds of rotary scaling anywhere in a configuration.
 
     Some pick their factors by the configured maximum length (LongRoPE does), so for all but
     those known not to, that length is part of the identity.
     """
     found: set[str] = set()
+    if isinstance(config, list):
+        return found.union(*(_rope_types(value, in_rope) for value in config))
     if isinstance(config, dict):
         for key, value in config.items():
-            if key in ("rope_type", "type") and isinstance(value, str):
-                found.add(value if key == "rope_type" or "factor" in config else "default")
-            else:
-                found |= _rope_types(value)
-    elif isinstance(config, list):
-        for value in config:
-            found |= _rope_types(value)
+            if in_rope and key in ("rope_type", "type") and isinstance(value, str):
+                found.add(value)
+            rope_here = in_rope or key in ("rope_scaling", "rope_parameters")
+            found |= _rope_types(value, rope_here)
     return found
 
 
