@@ -42,7 +42,7 @@ except ImportError:
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # before 0.32 the engine does not ask where a hit came from
-    CacheHitSource = None  # type: ignore[assignment,misc]
+    CacheHitSource = None
 
 
 def release() -> tuple[int, int] | None:

@@ -274,8 +274,8 @@ def _find_layers(
     for group_id in group_ids:
         found: dict[tuple[int, Segment], _Layer] = {}
         for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
-            tensor = kv_caches.get(name)
             try:
+                tensor = _one_tensor(kv_caches.get(name))
                 segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name))
             except ValueError as error:
                 faults.append(
@@ -290,9 +290,13 @@ def _find_layers(
     return groups, faults
 
 
-def _segment_of(tensor: Any, num_blocks: int, block_stride: int | None) -> Segment:
-    if not isinstance(tensor, torch.Tensor):
+def _one_tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
         raise ValueError("it was not registered as one tensor")
+    return value
+
+
+def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None) -> Segment:
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     start = tensor.storage_offset() * item
