@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import Group
@@ -19,7 +20,7 @@ FIRST_PROBE_CHUNKS = 64
 MAX_PROBE_CHUNKS = 1024
 """Keeps the key building of one batch well under a millisecond."""
 
-type Probe = Generator[list[str], Sequence[bool], LookupHit]
+Probe: TypeAlias = Generator[list[str], Sequence[bool], LookupHit]
 
 
 @dataclass(frozen=True, slots=True)
