@@ -20,7 +20,7 @@ FIRST_PROBE_CHUNKS = 64
 MAX_PROBE_CHUNKS = 1024
 """Keeps the key building of one batch well under a millisecond."""
 
-Probe: TypeAlias = Generator[list[str], Sequence[bool], LookupHit]
+Probe: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
 
 
 @dataclass(frozen=True, slots=True)
