@@ -1,0 +1,361 @@
+"""The embedded store: a pool in a directory that many processes share and that outlives them.
+
+An LMDB index says where a value lies in one preallocated, memory-mapped slab. A put is in two phases:
+pages are reserved under the write lock, filled outside any lock, and published under the lock again.
+A get copies, and then looks whether the pages are still what the index promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+import numpy as np
+
+from kvtide.core.batch import Batch
+from kvtide.core.layout import Region
+from kvtide.errors import StoreClosedError, StoreLostError, StoreOpenError
+from kvtide.stores import local_files as files
+from kvtide.stores.base import Status, Store
+from kvtide.stores.copying import gather, scatter
+from kvtide.stores.local_index import (
+    ENTRY,
+    MAX_KEYS_AT_ONCE,
+    LocalIndex,
+    Reservation,
+    encode_keys,
+    first_pages,
+    num_pages_of,
+)
+from kvtide.stores.local_locks import LockTimeoutError, Owner, PoolLocks
+from kvtide.stores.memory_buffer import PAGE_BYTES
+from kvtide.stores.regions import RegionSet
+from kvtide.stores.slab import Slab, preallocate
+from kvtide.stores.url import StoreUrl, UrlReader, format_size
+
+DEFAULT_LOCK_TIMEOUT_S = 2.0
+_SETUP_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+_CHECK_PATH_EVERY_S = 1.0
+_MAX_BYTES_AT_ONCE = 256 << 20
+
+# How many laps of the hand a touched value survives. Losing an early chunk wastes all later ones, so
+# the chunks that most requests start with stay longest.
+_WORTH_BY_ORDER = ((8, 3), (64, 2))
+_LEAST_WORTH = 1
+
+T = TypeVar("T")
+
+
+class LocalStore(Store):
+    """A pool of ``size_bytes`` in the directory ``path``; open it once per process.
+
+    Args:
+        path: created if need be; a directory of its own.
+        size_bytes: rounded up to pages. None takes an existing pool as it is, or makes one of half
+            the free space.
+        lock_timeout_s: how long a call may wait for other writers; then its keys are FAILED.
+
+    Raises:
+        StoreOpenError: the pool cannot be opened; the message says what to change.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size_bytes: int | None = None,
+        *,
+        lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
+    ) -> None:
+        self.path = Path(path).resolve()
+        self._lock_timeout_s = lock_timeout_s
+        self._regions = RegionSet()
+        self._pid = os.getpid()
+        self._calls = _CallCounter()
+        self._abandoned: list[Reservation] = []
+        self._next_path_check = 0.0
+        files.check_directory(self.path)
+        self._locks = PoolLocks(self.path / files.LOCKS)
+        try:
+            with self._locks.setting_up(_SETUP_TIMEOUT_S):
+                self._open(size_bytes)
+        except LockTimeoutError:
+            self._locks.close()
+            raise StoreOpenError(
+                f"another process has been opening {self.path} for {_SETUP_TIMEOUT_S:.0f} s"
+            ) from None
+        except (OSError, lmdb.Error) as error:
+            self._locks.close()
+            raise StoreOpenError(f"{self.path} cannot be opened: {error}") from error
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def _open(self, size_bytes: int | None) -> None:
+        alone = not self._locks.others_alive()
+        owner = self._locks.take_slot()
+        if owner is None:
+            raise StoreOpenError(f"too many processes have {self.path} open")
+        self._owner: Owner = owner
+        marker = files.read_marker(self.path)
+        if marker is not None and not files.is_usable(self.path, marker):
+            if not alone:
+                raise StoreOpenError(
+                    f"{self.path} is damaged and in use: stop the processes that use it, then retry"
+                )
+            size_bytes = size_bytes or marker.size_bytes
+            marker = None
+        if marker is None:
+            marker = files.create_pool(self.path, size_bytes)
+        elif size_bytes is not None and num_pages_of(size_bytes) != marker.size_bytes // PAGE_BYTES:
+            raise StoreOpenError(
+                f"{self.path} holds a pool of {format_size(marker.size_bytes)}, not of"
+                f" {format_size(size_bytes)}: leave the size out to use it, or remove the directory"
+            )
+        self.size_bytes = marker.size_bytes
+        num_pages = marker.size_bytes // PAGE_BYTES
+        self._slab = Slab(self.path / files.SLAB, self.path / files.PAGES, num_pages)
+        index_path = self.path / files.INDEX
+        self._index = LocalIndex(index_path, marker.index_bytes, self._slab, self._locks)
+        # LMDB leaves holes in its map; without this a full disk would be a SIGBUS later.
+        preallocate(index_path, marker.index_bytes)
+        self._marker = files.in_use(marker)
+        files.write_marker(self.path, self._marker)
+        self._identity = _identity_of(self.path / files.SLAB)
+
+    def register(self, region: Region) -> None:
+        """See :meth:`Store.register`."""
+        with self._call():
+            self._regions.add(region)
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """See :meth:`Store.exists`; what exists counts as used."""
+        with self._call():
+            entries = self._find(encode_keys(keys))
+            present = [entry for entry in entries if entry is not None]
+            self._touch(present)
+            if len(present) == len(entries):
+                return [True] * len(entries)
+            return [entry is not None for entry in entries]
+
+    def put(self, batch: Batch) -> list[Status]:
+        """See :meth:`Store.put`."""
+        with self._call():
+            self._regions.check(batch)
+            statuses: list[Status] = []
+            protected_from = 0
+            at_once = min(_MAX_BYTES_AT_ONCE, max(PAGE_BYTES, self.size_bytes // 4))
+            for part in batch.split(max_keys=MAX_KEYS_AT_ONCE, max_bytes=at_once):
+                part_statuses, protected_from = self._put_part(part, protected_from)
+                statuses += part_statuses
+            return statuses
+
+    def get(self, batch: Batch) -> list[Status]:
+        """See :meth:`Store.get`."""
+        with self._call():
+            self._regions.check(batch)
+            entries = self._find(encode_keys(batch.keys))
+            statuses = [
+                Status.MISSING if entry is None else self._copy_out(batch, index, entry)
+                for index, entry in enumerate(entries)
+            ]
+            self._touch([entry for entry in entries if entry is not None])
+            return statuses
+
+    def remove(self, keys: Sequence[str]) -> list[Status]:
+        """See :meth:`Store.remove`."""
+        with self._call():
+            encoded = encode_keys(keys)
+            statuses = self._write(lambda: self._index.remove(encoded)) if encoded else []
+            return [Status.FAILED] * len(keys) if statuses is None else statuses
+
+    def close(self) -> None:
+        """Leave the pool; the last process to leave writes it to the disk."""
+        if not self._calls.stop(_CLOSE_TIMEOUT_S):
+            return
+        if os.getpid() != self._pid:
+            return
+        # A lock that is not free in time leaves the pool marked as in use: safe, only not durable.
+        with contextlib.suppress(LockTimeoutError, OSError, lmdb.Error):
+            with self._locks.setting_up(self._lock_timeout_s):
+                if not self._locks.others_alive() and not self._is_gone():
+                    self._index.sync()
+                    self._slab.sync()
+                    clean = replace(self._marker, is_clean=True)
+                    files.write_marker(self.path, clean)
+        self._index.close()
+        self._locks.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"{self.path} was opened before a fork: open it again in the child")
+        with self._calls:
+            now = time.monotonic()
+            if now >= self._next_path_check:
+                self._next_path_check = now + _CHECK_PATH_EVERY_S
+                if self._is_gone():
+                    raise StoreLostError(f"the pool in {self.path} was removed: open it again")
+            try:
+                yield
+            except lmdb.Error as error:
+                raise StoreLostError(f"the index of {self.path} failed: {error}") from error
+
+    def _is_gone(self) -> bool:
+        return _identity_of(self.path / files.SLAB) != self._identity
+
+    def _find(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        try:
+            return self._index.find(keys)
+        except lmdb.ReadersFullError:
+            self._index.clear_dead_readers()
+            return self._index.find(keys)
+
+    def _touch(self, entries: Sequence[bytes]) -> None:
+        if entries:
+            pages = first_pages(entries)
+            self._slab.chances[pages] = self._slab.worth[pages]
+
+    def _write(self, change: Callable[[], T]) -> T | None:
+        """Run ``change`` as the only writer; None if that was not possible now."""
+        try:
+            with self._locks.writing(self._lock_timeout_s):
+                if self._abandoned:
+                    abandoned, self._abandoned = self._abandoned, []
+                    self._index.release(abandoned)
+                return change()
+        except LockTimeoutError:
+            return None
+        except lmdb.MapFullError:
+            # Readers that died, or are stopped, keep old versions of the index alive.
+            self._index.clear_dead_readers()
+            return None
+
+    def _put_part(self, batch: Batch, protected_from: int) -> tuple[list[Status], int]:
+        keys = encode_keys(batch.keys)
+        first_index: dict[bytes, int] = {}
+        for index, key in enumerate(keys):
+            first_index.setdefault(key, index)
+        indices = list(first_index.values())
+        sizes = [batch.value_bytes(index) for index in indices]
+        reserved = self._write(
+            lambda: self._index.reserve(list(first_index), sizes, self._owner, protected_from)
+        )
+        if reserved is None:
+            return [Status.FAILED] * len(batch), protected_from
+        outcomes, protected_from = reserved
+        held = [outcome for outcome in outcomes if isinstance(outcome, Reservation)]
+        try:
+            for index, outcome in zip(indices, outcomes, strict=True):
+                if isinstance(outcome, Reservation):
+                    self._copy_in(batch, index, outcome)
+            published = self._write(lambda: self._index.publish(held)) if held else []
+        except BaseException:
+            self._abandoned += held
+            raise
+        if published is None:
+            self._abandoned += held
+            published = [Status.FAILED] * len(held)
+        results = iter(published)
+        by_key = {
+            key: next(results) if isinstance(outcome, Reservation) else outcome
+            for key, outcome in zip(first_index, outcomes, strict=True)
+        }
+        return [by_key[key] for key in keys], protected_from
+
+    def _copy_in(self, batch: Batch, index: int, held: Reservation) -> None:
+        first, last = held.first_page, held.first_page + held.num_pages
+        generations = self._slab.generations
+        generations[first:last] = held.generation
+        gather(
+            self._slab.address_of(first, held.num_bytes), batch.addresses[index], batch.sizes[index]
+        )
+        worth = _worth(batch.order[index]) if batch.order is not None else _LEAST_WORTH
+        self._slab.worth[first] = worth
+        # An early chunk starts with a second chance, a late one has to earn it.
+        self._slab.chances[first] = worth - _LEAST_WORTH
+        generations[first:last] = held.generation + 1
+
+    def _copy_out(self, batch: Batch, index: int, entry: bytes) -> Status:
+        generation, num_bytes, first = ENTRY.unpack(entry)
+        sizes = batch.sizes[index]
+        if sum(sizes) != num_bytes:
+            return Status.FAILED
+        scatter(self._slab.address_of(first, num_bytes), batch.addresses[index], sizes)
+        generations = self._slab.generations[first : first + num_pages_of(num_bytes)]
+        # The pages may have been given to another key while we copied: then this one is gone.
+        return Status.OK if bool(np.all(generations == generation)) else Status.MISSING
+
+
+class _CallCounter:
+    """Counts the calls that are running, so that ``close`` can wait for them."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._running = 0
+        self._stopped = False
+
+    def __enter__(self) -> None:
+        with self._condition:
+            if self._stopped:
+                raise StoreClosedError("the local store is closed")
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            self._running -= 1
+            if self._stopped:
+                self._condition.notify_all()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Refuse further calls and wait for those that run; True if the caller is to clean up."""
+        with self._condition:
+            if self._stopped:
+                return False
+            self._stopped = True
+            return self._condition.wait_for(lambda: self._running == 0, timeout_s)
+
+
+def _worth(order: int) -> int:
+    return next((worth for below, worth in _WORTH_BY_ORDER if order < below), _LEAST_WORTH)
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def open_local(url: StoreUrl) -> LocalStore:
+    """Open ``local:///path[?size=20GiB][&lock_timeout_ms=2000]``.
+
+    Raises:
+        ConfigError: every fault of the URL.
+        StoreOpenError: the pool cannot be opened.
+    """
+    reader = UrlReader(url, known=("size", "lock_timeout_ms"))
+    size_bytes = reader.size("size")
+    lock_timeout_ms = reader.milliseconds("lock_timeout_ms")
+    if url.host:
+        reader.fault(
+            f"local:// takes an absolute path, with three slashes: local:///{url.host}{url.path}"
+        )
+    elif url.path in ("", "/"):
+        reader.fault("local:// needs the path of a directory: local:///dev/shm/kvtide?size=20GiB")
+    if size_bytes is not None and size_bytes < files.MIN_POOL_BYTES:
+        reader.fault(
+            f"the parameter 'size': a pool needs {format_size(files.MIN_POOL_BYTES)} at least"
+        )
+    reader.finish()
+    timeout_s = lock_timeout_ms / 1000 if lock_timeout_ms else DEFAULT_LOCK_TIMEOUT_S
+    return LocalStore(url.path, size_bytes, lock_timeout_s=timeout_s)

@@ -1,0 +1,156 @@
+"""Store URLs: ``scheme://location?parameter=value``, read with every fault named at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvtide.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that ``text`` names: ``"20GiB"``, ``"1.5 GB"``, ``"4096"``.
+
+    Raises:
+        ConfigError: it names no positive number of bytes.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size: write bytes (4096) or a unit (512MiB, 20GiB)")
+    number, unit = match[1], _UNITS[match[2].upper()]
+    num_bytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
+    if num_bytes <= 0:
+        raise ConfigError(f"{text!r} is not a size: it must be positive")
+    return num_bytes
+
+
+def format_size(num_bytes: int) -> str:
+    """Return ``num_bytes`` as people write it: ``"20GiB"``, ``"1.5MiB"``, ``"100B"``."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g}{name}"
+    return f"{num_bytes}B"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about the unknown ``name``: what was probably meant, or all that is."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names)}" if names else "it takes none"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A store URL taken apart: ``scheme://host/path?parameters``; host and path may be empty."""
+
+    text: str
+    scheme: str
+    host: str
+    path: str
+    parameters: Mapping[str, str]
+
+    @property
+    def identity(self) -> str:
+        """What one process shares a handle by: the URL without parameters, its path resolved."""
+        path = os.path.realpath(self.path) if self.path and not self.host else self.path
+        return f"{self.scheme}://{self.host}{path}"
+
+    @classmethod
+    def parse(cls, text: str) -> StoreUrl:
+        """Take ``text`` apart.
+
+        Raises:
+            ConfigError: it is no URL, a parameter is given twice or has no value, or there is a
+                fragment.
+        """
+        faults = []
+        scheme, separator, _ = text.partition("://")
+        if not separator or not scheme:
+            raise ConfigError(
+                f"the store URL {text!r} has no scheme: write for instance"
+                " local:///dev/shm/kvtide?size=20GiB"
+            )
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:
+            raise ConfigError(f"the store URL {text!r} is not a URL: {error}") from error
+        if parts.fragment:
+            faults.append(f"the store URL {text!r} has a fragment (#{parts.fragment}): remove it")
+        parameters: dict[str, str] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in parameters:
+                faults.append(f"the parameter {name!r} of the store URL is given twice")
+            if not value:
+                faults.append(f"the parameter {name!r} of the store URL has no value")
+            parameters[name] = value
+        if faults:
+            raise ConfigError(faults)
+        return cls(text, scheme.lower(), parts.netloc, unquote(parts.path), parameters)
+
+
+class UrlReader:
+    """Reads the parts of one URL, collecting faults; :meth:`finish` raises them all together."""
+
+    def __init__(self, url: StoreUrl, known: Iterable[str]) -> None:
+        self._url = url
+        self.faults: list[str] = []
+        known = tuple(known)
+        for name in url.parameters:
+            if name not in known:
+                self.faults.append(
+                    f"{url.scheme}:// stores have no parameter {name!r}: {nearest(name, known)}"
+                )
+
+    def size(self, name: str) -> int | None:
+        """Return the parameter ``name`` in bytes, None where it is absent or faulty."""
+        text = self._url.parameters.get(name)
+        if not text:
+            return None
+        try:
+            return parse_size(text)
+        except ConfigError as error:
+            self.faults.extend(f"the parameter {name!r}: {fault}" for fault in error.faults)
+            return None
+
+    def milliseconds(self, name: str) -> int | None:
+        """Return the parameter ``name`` as a positive whole number, None where absent or faulty."""
+        text = self._url.parameters.get(name)
+        if text is None:
+            return None
+        if not text.isdecimal() or int(text) == 0:
+            self.faults.append(f"the parameter {name!r}: {text!r} is not a number of milliseconds")
+            return None
+        return int(text)
+
+    def fault(self, message: str) -> None:
+        """Add a fault that the caller found."""
+        self.faults.append(message)
+
+    def finish(self) -> None:
+        """Do nothing if the URL was read without a fault.
+
+        Raises:
+            ConfigError: every fault found.
+        """
+        if self.faults:
+            raise ConfigError(self.faults)
