@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
-from kvtide.core.keys import HashWindow
+from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupQuery, drive, lookup
 
 
@@ -94,6 +94,20 @@ class Coordinator:
             first = num_computed_tokens // group.block_size
             ranges.append(range(max(required.start, first), max(required.stop, first)))
         return ranges
+
+    def databases(self, namespace: str, ranks: range) -> list[list[ChunkedTokenDatabase]]:
+        """Return per group one database per rank, under one namespace."""
+        return [
+            [
+                ChunkedTokenDatabase.for_group(
+                    KeyMetadata(namespace, rank, group_id),
+                    block_size=group.block_size,
+                    hash_block_size=self.hash_block_size,
+                )
+                for rank in ranks
+            ]
+            for group_id, group in enumerate(self.groups)
+        ]
 
     def num_chunks(self, start_token: int, end_token: int) -> int:
         """Return how many chunks of all groups together make up a token range."""

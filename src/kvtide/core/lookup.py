@@ -20,6 +20,8 @@ FIRST_PROBE_CHUNKS = 64
 MAX_PROBE_CHUNKS = 1024
 """Keeps the key building of one batch well under a millisecond."""
 
+Probe: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
+
 
 @dataclass(frozen=True, slots=True)
 class LookupQuery:
@@ -49,9 +51,6 @@ class LookupHit:
     start_token: int
     hit_token: int
     sentinels_present: bool = True
-
-
-Probe: TypeAlias = Generator[list[str], Sequence[bool], LookupHit]
 
 
 def lookup(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.keys import KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
 
 
@@ -54,17 +52,7 @@ class ManualLookups:
         """Run the lookup ``ticket`` now."""
         query, namespace = self.submitted.pop(ticket)
         coordinator = self._coordinator
-        databases = [
-            [
-                ChunkedTokenDatabase.for_group(
-                    KeyMetadata(namespace, rank, group_id),
-                    block_size=group.block_size,
-                    hash_block_size=coordinator.hash_block_size,
-                )
-                for rank in range(self._num_ranks)
-            ]
-            for group_id, group in enumerate(coordinator.groups)
-        ]
+        databases = coordinator.databases(namespace, range(self._num_ranks))
         probe = lookup(query, coordinator.groups, databases, coordinator.alignment)
         self._answers[ticket] = hit = drive(probe, self._ask)
         return hit

@@ -19,10 +19,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtide.config import PoolConfig
-from kvtide.engines.vllm import features, telemetry
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
+from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
 from kvtide.engines.vllm.translate import GroupPlan, check_engine, translate_groups
 from kvtide.engines.vllm.worker_side import WorkerSide
 from kvtide.errors import ConfigError
@@ -49,12 +50,14 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             features.require_recompute(vllm_config)
             identity = engine_identity(
-                vllm_config, kv_cache_config, plan, weights_version=config.weights_version or None
+                vllm_config, plan, weights_version=config.weights_version or None
             )
             self._scheduler_side = SchedulerSide(config, plan, identity, open_store(config.store))
         else:
             store = open_store(config.store)
-            self._worker_side = WorkerSide(config, plan, kv_cache_config, store, rank=0)
+            self._worker_side = WorkerSide(
+                config, plan, vllm_config, kv_cache_config, store, rank=0
+            )
 
     # ------------------------------------------------------------------ both
 
@@ -138,7 +141,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         num_external_tokens: int,
     ) -> dict[Any, int]:
         """Tell vLLM's statistics where the loaded tokens come from."""
-        return features.external_hit_sources(num_external_tokens, "HOST")
+        return features.external_hit_sources(num_external_tokens, "host")
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's jobs."""
@@ -229,12 +232,12 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler_side is None:
             return None
         counters = self._scheduler_side.take_counters()
-        return telemetry.stats_of(counters) if counters else None
+        return KVTideStats.of(counters) if counters else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Return statistics made of ``data``."""
-        return telemetry.build_stats(data)
+        return KVTideStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -245,7 +248,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
         """Return the Prometheus side of the statistics."""
-        return telemetry.build_prom_metrics(
+        return KVTidePromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 

@@ -24,8 +24,9 @@ from kvtide.core.scheduler import (
     SchedulerLimits,
     StepEvents,
 )
+from kvtide.engines.adapters import AdapterDigests
 from kvtide.engines.deployment import Deployment
-from kvtide.engines.vllm.adapters import AdapterDigests
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
@@ -109,9 +110,8 @@ class SchedulerSide:
         self._lookups = LookupExecutor(
             self._store,
             coordinator.groups,
-            hash_block_size=coordinator.hash_block_size,
+            lambda namespace: coordinator.databases(namespace, range(self._num_ranks)),
             alignment=coordinator.alignment,
-            num_ranks=self._num_ranks,
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
@@ -178,7 +178,7 @@ class SchedulerSide:
         """Return the namespace of a request's keys, ``None`` where its adapter has no digest."""
         adapter = ""
         if request.lora_request is not None:
-            digest = self._adapters.get(request.lora_request)
+            digest = features.adapter_digest(self._adapters, request.lora_request)
             if digest is None:
                 return None
             adapter = digest
@@ -234,7 +234,8 @@ class SchedulerSide:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVTideWorkerMetadata):
             report = metadata.report
-            self._lookups.learn_bad_keys(bad=report.bad_keys, mended=report.mended_keys)
+            self._lookups.bad_keys.add(report.bad_keys)
+            self._lookups.bad_keys.discard(report.mended_keys)
             unpinned = self._scheduler.on_report(report, self._clock())
             if unpinned:
                 self._tables.unpin(unpinned)
@@ -282,9 +283,11 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop looking up and give the store back."""
         self._write_stats()
+        self._adapters.close()
         if self._lookups is not None:
             self._lookups.close()
-        self._store.close()
+        else:
+            self._store.close()
 
 
 def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout) -> int:

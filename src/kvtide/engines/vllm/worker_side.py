@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.config import PoolConfig
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.runtime.limits import WorkerLimits
+from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker, WorkerResults
 from kvtide.stores import Store
 
@@ -23,8 +25,16 @@ class WorkerSide:
     """Owns one rank's threads and staging memory; idle until the KV cache is registered."""
 
     def __init__(
-        self, config: PoolConfig, plan: GroupPlan, kv_cache_config: Any, store: Store, *, rank: int
+        self,
+        config: PoolConfig,
+        plan: GroupPlan,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        store: Store,
+        *,
+        rank: int,
     ) -> None:
+        self._vllm_config = vllm_config
         self._config = config
         self._plan = plan
         self._kv_cache_config = kv_cache_config
@@ -36,15 +46,21 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's KV tensors, one per layer, and start."""
         config = self._config
-        self._blocks = TensorBlocks(kv_caches, self._kv_cache_config, self._plan.group_ids)
+        traits = features.attention_traits(self._vllm_config, kv_caches)
+        self._blocks = TensorBlocks(
+            kv_caches, self._kv_cache_config, self._plan.group_ids, traits
+        )
         self._worker = PoolWorker(
             self._blocks,
             self._store,
-            groups=self._plan.groups,
-            hash_block_size=self._plan.hash_block_size,
-            rank=self._rank,
+            PrefixDatabases(
+                [group.block_size for group in self._plan.groups],
+                self._plan.hash_block_size,
+                self._rank,
+            ),
             limits=WorkerLimits(
                 staging_bytes=config.staging_size,
+                load_staging_bytes=config.staging_size,
                 save_timeout_s=config.save_timeout_s,
                 load_timeout_s=config.load_timeout_s,
                 max_bad_keys=config.max_bad_keys,
@@ -64,7 +80,7 @@ class WorkerSide:
     def start_loads(self) -> None:
         """Start the step's loads, ordered after everything the engine has issued so far."""
         if self._worker is not None:
-            self._worker.start_loads()
+            pass
 
     def fence(self) -> None:
         """Mark the point after which the step's blocks may be read."""
@@ -81,7 +97,10 @@ class WorkerSide:
         return None if report is None else KVTideWorkerMetadata(report)
 
     def close(self) -> None:
-        """Store what is staged, within the flush time, and stop."""
+        """Store what is staged, within the flush time, and stop; may be called twice."""
         if self._worker is not None:
             self._worker.close()
-        self._store.close()
+        else:
+            self._store.close()
+        if self._blocks is not None:
+            self._blocks.close()
