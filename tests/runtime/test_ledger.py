@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from runtime_harness import hashes_of
 
 from kvtide.core.jobs import JobEnd, LoadJob, StoreJob
 from kvtide.runtime.ledger import Ledger, LoadTask, Phase, StoreTask
+from runtime_harness import hashes_of
 
 
 def store_task(job_id: int = 1, deadline_s: float = 10.0) -> StoreTask:
+    """An open job."""
     return StoreTask(StoreJob(job_id, 0, 0, 4, hashes_of("a", 1), (b"",)), deadline_s)
 
 
 def load_task(request_id: str = "r", deadline_s: float = 10.0) -> LoadTask:
+    """An open load from token 8 on."""
     job = LoadJob(1, request_id, 0, 8, 16, hashes_of("a", 4), (2,), (b"",))
     return LoadTask(job, deadline_s, 8)
 
@@ -57,8 +59,10 @@ def test_a_failed_load_is_in_the_report_no_later_than_it_is_finished() -> None:
     ],
 )
 def test_deadline_of_a_store(phase: Phase, end: JobEnd | None, is_freed: bool) -> None:
-    """Past the deadline a job ends, unless its blocks are being read; its rows are freed unless
-    a store call may still read them."""
+    """Past the deadline a job ends, unless its blocks are being read.
+
+    Its rows are freed then, unless a store call may still read them.
+    """
     ledger, task = Ledger(), store_task()
     ledger.open_store(task)
     ledger.advance(task, phase)

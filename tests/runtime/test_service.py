@@ -6,10 +6,10 @@ import logging
 import queue
 
 import pytest
-from runtime_harness import WAIT_S
 
 from kvtide.runtime.logs import FaultLog
 from kvtide.runtime.service import Service
+from runtime_harness import WAIT_S
 
 
 class Echo(Service[int, int]):
@@ -88,8 +88,8 @@ def test_a_repeated_fault_is_logged_once_an_interval(caplog: pytest.LogCaptureFi
 
     def fail(what: str) -> None:
         try:
-            raise RuntimeError
-        except RuntimeError:
+            int("no number")
+        except ValueError:
             log.exception(what)
 
     for _ in range(3):

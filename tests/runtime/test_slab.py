@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_harness import WAIT_S
 
 from kvtide.runtime.slab import ExtentAllocator, Rows, Slab, page_padded
+from runtime_harness import WAIT_S
 
 PAGE = 4096
 
@@ -32,8 +33,8 @@ def test_extents_never_overlap_and_grow_together_again(
             offset = sorted(held)[choice % len(held)]
             extents.give_back(offset, held.pop(offset))
         covered = sorted((start, start + size) for start, size in held.items())
-        assert all(a[1] <= b[0] for a, b in zip(covered, covered[1:], strict=False))
-        assert all(0 <= start and end <= 100 for start, end in covered)
+        assert all(before[1] <= after[0] for before, after in pairwise(covered))
+        assert all(start >= 0 and end <= 100 for start, end in covered)
         assert extents.free_bytes == 100 - sum(held.values())
     for offset, size in held.items():
         extents.give_back(offset, size)

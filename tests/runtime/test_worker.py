@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from runtime_harness import Rank
-
-from kvtide.core.jobs import StepPlan
 
 
 def test_bytes_loaded_equal_bytes_stored() -> None:
