@@ -62,7 +62,8 @@ class ScriptedStore(Store):
         self.orders.append(batch.order)
         for key, addresses, sizes in zip(batch.keys, batch.addresses, batch.sizes, strict=True):
             assert all(
-                any(r.contains(a, s) for r in self.regions) for a, s in zip(addresses, sizes, strict=True)
+                any(r.contains(a, s) for r in self.regions)
+                for a, s in zip(addresses, sizes, strict=True)
             )
             value = b"".join(map(ctypes.string_at, addresses, sizes))
             status = (
@@ -113,6 +114,7 @@ class Hang:
         self.released = threading.Event()
 
     def __call__(self, _keys: Sequence[str]) -> None:
+        """Block."""
         self.entered.set()
         assert self.released.wait(WAIT_S)
 
@@ -124,6 +126,7 @@ class Clock:
         self.now_s = 1000.0
 
     def __call__(self) -> float:
+        """The time now, in seconds."""
         return self.now_s
 
 
