@@ -16,7 +16,7 @@ from runtime_harness import WAIT_S, Hang, Rank
 
 
 def threads_of_the_pool() -> set[threading.Thread]:
-    """kvtide's threads that are alive."""
+    """Kvtide's threads that are alive."""
     return {t for t in threading.enumerate() if t.name.startswith("kvtide-")}
 
 
