@@ -116,6 +116,18 @@ def test_writers_killed_in_every_phase_of_a_put(store: LocalStore) -> None:
     check_whole_capacity(store)
 
 
+@pytest.mark.parametrize("phase", PHASES[:-1])
+def test_a_single_death_leaves_a_full_pool_sound(store: LocalStore, phase: str) -> None:
+    """After one death in a full pool, and before anyone writes, every key still has its value."""
+    arena, generator = Arena(store), random.Random(1)
+    for _ in range(30):
+        arena.put(choose(generator, 4))
+    with writer(store, 0, phase=phase, after=1) as victim:
+        assert victim.wait(WAIT_S) == -signal.SIGKILL
+    assert check_quiet(store) > 0
+    check_whole_capacity(store)
+
+
 def test_a_stopped_writer_keeps_its_pages(store: LocalStore) -> None:
     """A writer that stops in the middle of its copy is not overtaken: its value is right in the end."""
     with writer(store, 7, sends="SIGSTOP", phase="copied", after=0) as stopped:
