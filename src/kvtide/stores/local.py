@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import lmdb
@@ -38,6 +36,7 @@ from kvtide.stores.local_index import (
 from kvtide.stores.local_locks import AlreadyOpenError, LockTimeoutError, Owner, PoolLocks
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
+from kvtide.stores.running_calls import RunningCalls
 from kvtide.stores.slab import Slab, preallocate
 from kvtide.stores.url import StoreUrl, UrlReader, format_size
 
@@ -79,7 +78,7 @@ class LocalStore(Store):
         self._lock_timeout_s = lock_timeout_s
         self._regions = RegionSet()
         self._pid = os.getpid()
-        self._call = _RunningCalls(self)
+        self._call = RunningCalls(str(self.path), self._check_usable, lmdb.Error)
         self._abandoned: list[Reservation] = []
         self._next_path_check = 0.0
         files.check_directory(self.path)
@@ -302,51 +301,6 @@ class LocalStore(Store):
         generations = self._slab.generations[first : first + num_pages_of(num_bytes)]
         # The pages may have been given to another key while we copied: then this one is gone.
         return Status.OK if bool(np.all(generations == generation)) else Status.MISSING
-
-
-class _RunningCalls:
-    """Stands around every call: refuses it, or counts it, so that ``close`` can wait for its end."""
-
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store
-        self._condition = threading.Condition(threading.Lock())
-        self._num_running = 0
-        self._is_stopped = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            if self._is_stopped:
-                raise StoreClosedError(f"the store in {self._store.path} is closed")
-            self._num_running += 1
-        try:
-            self._store._check_usable()  # noqa: SLF001 - two halves of one class
-        except BaseException:
-            self._end()
-            raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end()
-        if isinstance(exc, lmdb.Error):
-            raise StoreLostError(f"the index of {self._store.path} failed: {exc}") from exc
-
-    def stop(self, timeout_s: float) -> bool:
-        """Refuse further calls and wait for those that run; True if the caller is to clean up."""
-        with self._condition:
-            if self._is_stopped:
-                return False
-            self._is_stopped = True
-            return self._condition.wait_for(lambda: self._num_running == 0, timeout_s)
-
-    def _end(self) -> None:
-        with self._condition:
-            self._num_running -= 1
-            if self._is_stopped:
-                self._condition.notify_all()
 
 
 def _worth(order: int) -> int:

@@ -141,7 +141,7 @@ class LocalIndex:
         tail = pack_owner(owner)
         outcomes: list[Reservation | Status] = []
         with self._env.begin(write=True) as txn:
-            position, generation = _META.unpack(txn.get(_STATE, db=self._meta))
+            position, generation = _META.unpack(txn.get(_STATE, b"", db=self._meta))
             protected_from = protected_from or generation
             hand = self._hand(txn, position, protected_from)
             index_is_full = self._is_full(txn)
@@ -168,11 +168,8 @@ class LocalIndex:
         statuses = []
         with self._env.begin(write=True) as txn:
             for held in reservations:
-                first_page, num_pages, generation = (
-                    held.first_page,
-                    held.num_pages,
-                    held.generation + 1,
-                )
+                first_page, num_pages = held.first_page, held.num_pages
+                generation = held.generation + 1
                 if not held.extent.is_at(txn, self._extents):
                     statuses.append(Status.FAILED)
                     continue
