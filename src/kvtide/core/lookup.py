@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import Group
-from kvtide.core.keys import BlockHashes
+from kvtide.core.keys import HashWindow
 
 FIRST_PROBE_CHUNKS = 64
 """A cold miss costs one batch of this many keys; while chunks are found, batches double."""
 MAX_PROBE_CHUNKS = 1024
 """Keeps the key building of one batch well under a millisecond."""
 
-type Probe = Generator[list[str], Sequence[bool], LookupHit]
+Probe: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class LookupQuery:
 
     start_token: int
     end_token: int
-    hashes: BlockHashes
+    hashes: HashWindow
     sentinel_hashes: tuple[bytes, ...] = ()
 
 

@@ -1,4 +1,7 @@
-"""The store contract: six methods, and the laws of :class:`kvtide.testing.StoreTests`."""
+"""The store contract: six methods and their laws.
+
+:class:`kvtide.testing.StoreTests` holds every store to the laws.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,8 @@ class Store(ABC):
     def get(self, batch: Batch) -> list[Status]:
         """Fill each key's segments with its value: OK, MISSING or FAILED per key.
 
-        Only OK promises anything about the memory: after FAILED or MISSING the segments may hold
-        anything.
+        Only OK promises anything about the memory: after FAILED or MISSING the segments
+        may hold anything.
         """
 
     @abstractmethod

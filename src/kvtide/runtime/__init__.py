@@ -1,0 +1,1 @@
+"""The threads, buffers and deadlines that carry out what the core decides."""

@@ -1,0 +1,57 @@
+"""What the three threads of one rank share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvtide.core.jobs import StoreJob
+from kvtide.runtime.bad_keys import BadKeys
+from kvtide.runtime.ledger import Ledger
+from kvtide.runtime.limits import WorkerLimits
+from kvtide.runtime.memory import BlockMemory
+from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.stores.base import Store
+
+JobMask: TypeAlias = Sequence[Sequence[bool] | None]
+"""Per group which chunks of a job are worth storing, from its first chunk on; None means all."""
+
+
+def store_all(_job: StoreJob) -> JobMask | None:
+    """Mask nothing."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreShare:
+    """Which chunks of a job this rank stores.
+
+    ``mask_for`` says per job which chunks are worth it. ``put_step`` ranks hold the same bytes, and
+    this one stores the chunks whose absolute index is ``put_step_rank`` modulo ``put_step``.
+    """
+
+    mask_for: Callable[[StoreJob], JobMask | None] = store_all
+    put_step: int = 1
+    put_step_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """One rank's memory, store, open jobs and bounds.
+
+    Deadlines are read off ``clock``. With ``threaded=False`` no thread is ever started.
+    """
+
+    memory: BlockMemory
+    store: Store
+    databases: PrefixDatabases
+    limits: WorkerLimits
+    clock: Callable[[], float] = time.monotonic
+    threaded: bool = True
+    ledger: Ledger = field(default_factory=Ledger)
+    bad_keys: BadKeys = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bad_keys", BadKeys(self.limits.max_bad_keys))

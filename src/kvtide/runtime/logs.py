@@ -1,0 +1,44 @@
+"""Logging of faults that may repeat thousands of times a second."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+_INTERVAL_S = 60.0
+
+
+class FaultLog:
+    """Logs each kind of fault at most once per interval, with how many were left out.
+
+    Call it from an ``except`` block: the traceback goes with the first of a kind.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        interval_s: float = _INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last_s: dict[str, float] = {}
+        self._num_skipped: dict[str, int] = {}
+
+    def exception(self, what: str) -> None:
+        """Log ``what`` (a constant text: it names the kind) and the exception being handled."""
+        now_s = self._clock()
+        with self._lock:
+            last_s = self._last_s.get(what)
+            if last_s is not None and now_s - last_s < self._interval_s:
+                self._num_skipped[what] = self._num_skipped.get(what, 0) + 1
+                return
+            self._last_s[what] = now_s
+            num_skipped = self._num_skipped.pop(what, 0)
+        suffix = f" (and {num_skipped} more since the last message)" if num_skipped else ""
+        self._logger.warning("%s%s", what, suffix, exc_info=True)  # noqa: LOG014 - see the docstring

@@ -1,0 +1,117 @@
+"""A queue of work and the daemon thread that serves it, started when there is something to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Generic, TypeVar
+
+from kvtide.runtime.logs import FaultLog
+
+_Item = TypeVar("_Item")
+_Work = TypeVar("_Work")
+
+
+class Service(ABC, Generic[_Item, _Work]):
+    """Serves items in order, one piece of work at a time; no exception ends its thread.
+
+    The work is done in plain methods, so that a test runs them without the thread
+    (:meth:`run_pending`). The thread is a daemon: work that hangs never keeps a process alive.
+    """
+
+    def __init__(self, name: str, *, threaded: bool = True) -> None:
+        self.name = name
+        self.faults = FaultLog(logging.getLogger("kvtide.runtime"))
+        self._threaded = threaded
+        self._ready = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @abstractmethod
+    def _serve(self, work: _Work) -> None:
+        """Do one piece of work."""
+
+    @abstractmethod
+    def _pop(self) -> _Work | None:
+        """Take one piece of work off the queue; called under the queue's lock."""
+
+    def submit(self, item: _Item) -> bool:
+        """Queue an item; False if the service is closed or its thread cannot be started."""
+        with self._ready:
+            if self._is_closed or not self._start():
+                return False
+            self._queue.append(item)
+            self._ready.notify_all()
+            return True
+
+    def _start(self) -> bool:
+        if self._thread is not None or not self._threaded:
+            return True
+        thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the process may have no more threads
+            self.faults.exception(f"{self.name} could not start")
+            return False
+        self._thread = thread
+        return True
+
+    def run_pending(self) -> int:
+        """Do what is queued now in the caller's thread, and return how many pieces it was."""
+        num_served = 0
+        while True:
+            with self._ready:
+                work = self._pop() if self._queue else None
+            if work is None:
+                return num_served
+            self._guarded(work)
+            num_served += 1
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._queue or self._is_closed)
+                if not self._queue:
+                    return
+                work = self._pop()
+            if work is not None:
+                self._guarded(work)
+            del work  # an idle thread must not keep the last job's memory alive
+
+    def _guarded(self, work: _Work) -> None:
+        try:
+            self._serve(work)
+        except Exception:  # noqa: BLE001 - logged there; the thread must outlive any fault
+            self.faults.exception(f"{self.name} met a fault")
+
+    def close(self) -> None:
+        """Take no more work; the thread ends once its queue is empty."""
+        with self._ready:
+            self._is_closed = True
+            self._ready.notify_all()
+
+    def clear(self) -> list[_Item]:
+        """Empty the queue and return what was in it."""
+        with self._ready:
+            items = list(self._queue)
+            self._queue.clear()
+            return items
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end after :meth:`close`; False if it still runs."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(max(0.0, timeout_s))
+        return not thread.is_alive()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def __len__(self) -> int:
+        return len(self._queue)

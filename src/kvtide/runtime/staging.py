@@ -1,0 +1,218 @@
+"""Staging: copies fenced jobs' blocks out of the engine's memory, and never calls the store.
+
+A thread of its own, because a store call may hang: the engine gets its blocks back when the copy is
+done, whatever becomes of the put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.jobs import NULL_BLOCK_ID, JobEnd, StoreJob
+from kvtide.core.keys import BlockHashes
+from kvtide.runtime.context import RankContext, StoreShare
+from kvtide.runtime.ledger import Phase, StoreTask
+from kvtide.runtime.memory import Fence
+from kvtide.runtime.service import Service
+from kvtide.runtime.slab import Rows, Slab, page_padded
+from kvtide.runtime.tags import TAG_BYTES, write_tag
+
+KEYS_PER_BURST = 256
+"""Chunks whose keys and tags are made in one go: well under a millisecond of Python."""
+
+
+class PutQueue(Protocol):
+    """Where staged jobs go."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a job that is staged now could be taken."""
+
+    def offer(self, task: StoreTask) -> bool:
+        """Take a staged job over; False if there is no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class FencedTasks:
+    """Store jobs whose blocks may be read once ``fence`` is passed."""
+
+    fence: Fence
+    tasks: tuple[StoreTask, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The chunks of one group to stage: absolute indexes and, beside them, their blocks."""
+
+    group_id: int
+    chunks: list[int]
+    block_ids: list[int]
+
+
+class Staging(Service[FencedTasks, FencedTasks]):
+    """Waits for fences, copies blocks and their tags to the slab, and feeds the put queue."""
+
+    def __init__(
+        self, context: RankContext, slab: Slab, put_queue: PutQueue, share: StoreShare
+    ) -> None:
+        super().__init__("kvtide-staging", threaded=context.threaded)
+        self._memory = context.memory
+        self._ledger = context.ledger
+        self._databases = context.databases
+        self._clock = context.clock
+        self._stage_wait_s = context.limits.stage_wait_s
+        self._slab = slab
+        self._put_queue = put_queue
+        self._share = share
+
+    def _pop(self) -> FencedTasks | None:
+        return self._queue.popleft()
+
+    def _serve(self, work: FencedTasks) -> None:
+        self.process(work)
+
+    def process(self, work: FencedTasks) -> None:
+        """Stage every job of one fence; each goes to the put queue or ends here."""
+        try:
+            work.fence.wait()
+        except Exception:  # noqa: BLE001 - logged there
+            # The work before the fence may not be done: these blocks must not be stored.
+            self.faults.exception("waiting for the engine's work failed")
+            for task in work.tasks:
+                self._ledger.end_store(task, JobEnd.FAILED)
+            return
+        # Jobs of one fence share the wait, so that the last of many holds its blocks no longer.
+        give_up_s = self._clock() + self._stage_wait_s
+        for task in work.tasks:
+            self.stage(task, wait_s=max(0.0, give_up_s - self._clock()))
+
+    def stage(self, task: StoreTask, *, wait_s: float) -> None:
+        """Copy one job's blocks to staging and hand it over, or end it."""
+        end = JobEnd.FAILED
+        is_handed_over = False
+        try:
+            if not self._may_begin():
+                end = JobEnd.REFUSED
+                return
+            selections = self._select(task.job)
+            if not self._reserve_and_claim(task, selections, wait_s):
+                end = JobEnd.REFUSED
+                return
+            self._copy(task, selections)
+            self._ledger.mark_staged(task)
+            if not task.keys:
+                end = JobEnd.STORED
+                return
+            end = JobEnd.REFUSED
+            is_handed_over = self._hand_over(task)
+        except Exception:  # noqa: BLE001 - logged there
+            self.faults.exception("staging a store job failed")
+        finally:
+            # Whoever ends a job frees its rows; from the hand-over on that is the sender.
+            if not is_handed_over and self._ledger.end_store(task, end):
+                self._slab.release(task.rows)
+
+    def _may_begin(self) -> bool:
+        """Tell whether copying has a point; asked first, since a refusal must cost little."""
+        return self._put_queue.has_room and not self._ledger.is_sender_stuck
+
+    def _hand_over(self, task: StoreTask) -> bool:
+        return self._ledger.advance(task, Phase.QUEUED) and self._put_queue.offer(task)
+
+    def _reserve_and_claim(
+        self, task: StoreTask, selections: Sequence[_Selection], wait_s: float
+    ) -> bool:
+        """Reserve the job's rows, in the order of ``selections``; False if there is no room."""
+        wanted = [
+            (self._row_bytes(selection.group_id), len(selection.chunks)) for selection in selections
+        ]
+        reserved = self._slab.reserve(
+            wanted, timeout_s=wait_s, give_up=lambda: task.phase is Phase.ENDED
+        )
+        if reserved is None:
+            return False
+        rows = [run for runs in reserved for run in runs]
+        if not self._ledger.advance(task, Phase.COPYING):
+            self._slab.release(rows)
+            return False
+        task.rows = rows
+        return True
+
+    def _row_bytes(self, group_id: int) -> int:
+        layout = self._memory.layout.groups[group_id]
+        return page_padded(layout.payload_bytes + TAG_BYTES)
+
+    def _select(self, job: StoreJob) -> list[_Selection]:
+        """Return what this rank stores of a job: masked, null and other ranks' chunks left out."""
+        masks = self._share.mask_for(job)
+        selections: list[_Selection] = []
+        num_null = 0
+        for group_id, packed in enumerate(job.block_ids):
+            block_ids = np.frombuffer(packed, dtype=np.int32)
+            first = job.start_token // self._databases.block_sizes[group_id]
+            chunks = np.arange(first, first + len(block_ids))
+            keep = chunks % self._share.put_step == self._share.put_step_rank
+            mask = masks[group_id] if masks is not None else None
+            if mask is not None:
+                keep &= np.fromiter(mask, dtype=np.bool_, count=len(block_ids))
+            is_null = block_ids == NULL_BLOCK_ID
+            num_null += int(np.count_nonzero(keep & is_null))
+            keep &= ~is_null
+            if keep.any():
+                kept = chunks[keep].tolist()
+                selections.append(_Selection(group_id, kept, block_ids[keep].tolist()))
+        self._ledger.count({"null_chunks": num_null})
+        return selections
+
+    def _copy(self, task: StoreTask, selections: Sequence[_Selection]) -> None:
+        databases = self._databases[task.job.prefix_id]
+        runs = iter(task.rows)
+        for selection in selections:
+            done = 0
+            while done < len(selection.chunks):
+                run = next(runs)
+                part = slice(done, done + run.num_rows)
+                database = databases[selection.group_id]
+                for rows, piece in _bursts(run, part):
+                    keys = _keys(database, task.job.hashes, selection.chunks[piece])
+                    self._copy_rows(task, selection, rows, piece, keys)
+                done += run.num_rows
+
+    def _copy_rows(
+        self, task: StoreTask, selection: _Selection, rows: Rows, piece: slice, keys: list[str]
+    ) -> None:
+        view = self._slab.view(rows)
+        self._memory.read(selection.group_id, selection.block_ids[piece], view)
+        payload_bytes = self._memory.layout.groups[selection.group_id].payload_bytes
+        for row, key in zip(view, keys, strict=True):
+            write_tag(row, key, payload_bytes)
+        task.keys += keys
+        task.addresses += self._slab.addresses(rows)
+        task.sizes += [payload_bytes + TAG_BYTES] * len(keys)
+        task.order += selection.chunks[piece]
+
+
+def _bursts(run: Rows, part: slice) -> list[tuple[Rows, slice]]:
+    """Cut a run of rows, and the slice of chunks it holds, so that no burst of Python is long."""
+    bursts: list[tuple[Rows, slice]] = []
+    for first in range(0, run.num_rows, KEYS_PER_BURST):
+        count = min(KEYS_PER_BURST, run.num_rows - first)
+        rows = Rows(run.offset + first * run.row_bytes, count, run.row_bytes)
+        start = part.start + first
+        bursts.append((rows, slice(start, start + count)))
+    return bursts
+
+
+def _keys(database: ChunkedTokenDatabase, hashes: BlockHashes, chunks: Sequence[int]) -> list[str]:
+    """Return the keys of ``chunks`` (ascending), all at once where there are no gaps."""
+    first, last = chunks[0], chunks[-1]
+    if last - first + 1 == len(chunks):
+        return database.keys(hashes, range(first, last + 1))
+    return [
+        database.key_for(hashes[database.last_hash_index(chunk, len(hashes))]) for chunk in chunks
+    ]

@@ -1,0 +1,301 @@
+"""The two threads that call the store: one puts what is staged, one fetches what is asked for.
+
+Each may hang in a store call. Deadlines are therefore kept by someone else (:meth:`Ledger.expire`),
+and what a hung call still uses, its staging rows, is freed only when it returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvtide.core.batch import Batch
+from kvtide.core.jobs import JobEnd
+from kvtide.errors import StoreError
+from kvtide.runtime.context import RankContext
+from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
+from kvtide.runtime.loading import LoadPart, PartValue, part_values, split_load
+from kvtide.runtime.service import Service
+from kvtide.runtime.slab import Slab
+from kvtide.runtime.tags import TAG_BYTES, verify
+from kvtide.stores.base import Status, Store
+
+_SEVERITY = (JobEnd.LOST, JobEnd.NO_SPACE, JobEnd.FAILED)
+_END_OF_PUT = {Status.OK: JobEnd.STORED, Status.NO_SPACE: JobEnd.NO_SPACE}
+
+
+class WrongAnswersError(Exception):
+    """A store answered with another number of entries than it was asked about."""
+
+
+class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
+    """Drains the put queue into one batch across jobs: checks, puts what is missing, ends jobs."""
+
+    def __init__(self, context: RankContext, slab: Slab) -> None:
+        super().__init__("kvtide-sender", threaded=context.threaded)
+        self._store = context.store
+        self._ledger = context.ledger
+        self._bad_keys = context.bad_keys
+        self._limits = context.limits
+        self._slab = slab
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the put queue can take another job."""
+        return not self._is_closed and len(self._queue) < self._limits.max_queued_puts
+
+    def offer(self, task: StoreTask) -> bool:
+        """Queue a staged job; False if the queue is full (its bytes are bounded by the slab)."""
+        return self.has_room and self.submit(task)
+
+    def drop_ended(self) -> None:
+        """Forget queued jobs that a deadline ended, so that they take no one's place."""
+        with self._ready:
+            self._queue = deque(task for task in self._queue if task.phase is not Phase.ENDED)
+
+    def _pop(self) -> list[StoreTask]:
+        tasks: list[StoreTask] = []
+        num_keys = num_bytes = 0
+        while self._queue:
+            task = self._queue[0]
+            num_keys += len(task.keys)
+            num_bytes += task.num_bytes
+            is_over = (
+                num_keys > self._limits.max_batch_keys or num_bytes > self._limits.max_batch_bytes
+            )
+            if tasks and is_over:
+                break
+            tasks.append(self._queue.popleft())
+        return tasks
+
+    def _serve(self, work: list[StoreTask]) -> None:
+        self.process_batch(work)
+
+    def process_batch(self, tasks: Sequence[StoreTask]) -> None:
+        """Store the values of ``tasks``; every one that has not ended yet ends here."""
+        live = [task for task in tasks if self._ledger.advance(task, Phase.IN_STORE)]
+        outcomes: dict[str, JobEnd] = {}
+        otherwise = JobEnd.FAILED
+        try:
+            for batch in _unique(live).split(
+                max_keys=self._limits.max_batch_keys, max_bytes=self._limits.max_batch_bytes
+            ):
+                if self._ledger.any_open(live):
+                    self._send(batch, outcomes)
+        except StoreError:
+            otherwise = JobEnd.LOST
+            self.faults.exception("the store was lost while saving")
+        except Exception:  # noqa: BLE001 - logged there
+            self.faults.exception("saving to the store failed")
+        finally:
+            self._ledger.end_sending(
+                {task: _worst(outcomes.get(key, otherwise) for key in task.keys) for task in live}
+            )
+            for task in live:
+                self._slab.release(task.rows)
+
+    def _send(self, batch: Batch, outcomes: dict[str, JobEnd]) -> None:
+        """Put what is missing of ``batch``; ``outcomes`` gets an entry per key as it is known."""
+        present = self._store.exists(batch.keys)
+        _check_answers(present, batch.keys)
+        bad = self._bad_keys.among(batch.keys)
+        is_present = dict(zip(batch.keys, present, strict=True))
+        stale = [key for key in batch.keys if key in bad and is_present[key]]
+        removed = remove_keys(self._store, stale) if stale else frozenset()
+        missing: list[int] = []
+        for index, key in enumerate(batch.keys):
+            if not is_present[key] or key in removed:
+                missing.append(index)
+            else:
+                # A put would answer OK and leave the value that does not verify.
+                outcomes[key] = JobEnd.FAILED if key in bad else JobEnd.STORED
+        num_unusable = len(stale) - len(removed)
+        self._ledger.count({"existing_chunks": len(batch) - len(missing) - num_unusable})
+        if missing:
+            self._put(batch.select(missing), outcomes, bad)
+
+    def _put(self, batch: Batch, outcomes: dict[str, JobEnd], bad: frozenset[str]) -> None:
+        statuses = self._store.put(batch)
+        _check_answers(statuses, batch.keys)
+        saved = [index for index, status in enumerate(statuses) if status is Status.OK]
+        for key, status in zip(batch.keys, statuses, strict=True):
+            outcomes[key] = _END_OF_PUT.get(status, JobEnd.FAILED)
+        self._ledger.count(
+            {"saved_chunks": len(saved), "saved_bytes": sum(map(batch.value_bytes, saved))}
+        )
+        mended = self._bad_keys.discard(bad.intersection(batch.keys[index] for index in saved))
+        if mended:
+            self._ledger.report_keys(mended=mended)
+
+
+class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
+    """Fetches values, proves them by their tags, and only then writes them to the engine's blocks.
+
+    ``slab`` is used by this thread alone, one part of a load after the other.
+    """
+
+    def __init__(self, context: RankContext, slab: Slab) -> None:
+        super().__init__("kvtide-receiver", threaded=context.threaded)
+        self._memory = context.memory
+        self._store = context.store
+        self._ledger = context.ledger
+        self._databases = context.databases
+        self._bad_keys = context.bad_keys
+        self._limits = context.limits
+        self._slab = slab
+
+    def offer(self, task: LoadTask) -> None:
+        """Queue a load, or fail it at once where waiting has no point."""
+        is_stuck = self._ledger.is_receiver_stuck
+        has_room = len(self._queue) < self._limits.max_queued_loads
+        if is_stuck or not has_room or not self.submit(task):
+            self._ledger.end_load(task, task.unproven_token, lost=is_stuck)
+
+    def drop_ended(self) -> None:
+        """Forget queued loads that a deadline ended."""
+        with self._ready:
+            self._queue = deque(task for task in self._queue if task.phase is not Phase.ENDED)
+
+    def _pop(self) -> LoadTask:
+        return self._queue.popleft()
+
+    def _serve(self, work: LoadTask) -> None:
+        self.process_load(work)
+
+    def process_load(self, task: LoadTask) -> None:
+        """Carry out one load; it ends here unless a deadline ended it first."""
+        is_whole = is_lost = False
+        try:
+            if self._ledger.advance(task, Phase.IN_STORE):
+                is_whole = self._load(task)
+        except StoreError:
+            is_lost = True
+            self.faults.exception("the store was lost while loading")
+        except Exception:  # noqa: BLE001 - logged there
+            self.faults.exception("loading from the store failed")
+        finally:
+            fail_token = None if is_whole else task.unproven_token
+            self._ledger.end_receiving(task, fail_token, lost=is_lost)
+
+    def _load(self, task: LoadTask) -> bool:
+        """Load part after part in token order; False at the first token that is not proven."""
+        layout = self._memory.layout
+        databases = self._databases[task.job.prefix_id]
+        block_sizes = self._databases.block_sizes
+        for part in split_load(task.job, layout, block_sizes, self._slab.num_bytes):
+            values = part_values(part, databases, task.job.hashes, layout)
+            fail_token = self._fetch(values)
+            if fail_token is not None:
+                task.unproven_token = fail_token
+                return False
+            if not self._write(task, part):
+                return False
+            if part.next_token is not None:
+                task.unproven_token = part.next_token
+            if part.is_blocked:
+                self._ledger.count({"blocked_chunks": 1})
+                return False
+        return True
+
+    def _fetch(self, values: Sequence[PartValue]) -> int | None:
+        """Fetch and verify; return the first token that is not proven, ``None`` if all are."""
+        bad = self._bad_keys.among(value.key for value in values)
+        fail_token = min((value.token for value in values if value.key in bad), default=None)
+        if fail_token is not None:
+            values = [value for value in values if value.token < fail_token]
+        if not values:
+            return fail_token
+        batch = self._batch(values)
+        statuses = self._store.get(batch)
+        _check_answers(statuses, batch.keys)
+        wrong: list[str] = []
+        unproven: list[int] = [] if fail_token is None else [fail_token]
+        for value, status in zip(values, statuses, strict=True):
+            is_whole = status is Status.OK and self._verify(value)
+            if status is Status.OK and not is_whole:
+                wrong.append(value.key)
+            if not is_whole:
+                unproven.append(value.token)
+        self._ledger.count(
+            {
+                "missing_chunks": statuses.count(Status.MISSING),
+                "unread_chunks": statuses.count(Status.FAILED),
+            }
+        )
+        if wrong:
+            self._distrust(wrong)
+        return min(unproven, default=None)
+
+    def _batch(self, values: Sequence[PartValue]) -> Batch:
+        address = self._slab.address
+        return Batch(
+            [value.key for value in values],
+            [(address + value.offset,) for value in values],
+            [(value.payload_bytes + TAG_BYTES,) for value in values],
+            [value.chunk for value in values],
+        )
+
+    def _verify(self, value: PartValue) -> bool:
+        end = value.offset + value.payload_bytes + TAG_BYTES
+        return verify(self._slab.buffer[value.offset : end], value.key, value.payload_bytes)
+
+    def _distrust(self, keys: Sequence[str]) -> None:
+        """Never believe these values again: remove them, or report that they are still there."""
+        self._bad_keys.add(keys)
+        removed = remove_keys(self._store, keys)
+        self._bad_keys.discard(removed)
+        self._ledger.report_keys(bad=set(keys) - removed)
+        self._ledger.count({"bad_values": len(keys)})
+
+    def _write(self, task: LoadTask, part: LoadPart) -> bool:
+        """Copy a proven part to the engine's blocks; False if the load has ended meanwhile.
+
+        From the claim to the end of the copy no deadline can end the load, so the engine cannot
+        have given the blocks to another request.
+        """
+        if not self._ledger.advance(task, Phase.COPYING):
+            return False
+        num_bytes = 0
+        for run in part.runs:
+            self._memory.write(run.group_id, run.block_ids, self._slab.view(run.rows))
+            num_bytes += self._memory.layout.groups[run.group_id].payload_bytes * len(run.chunks)
+        self._ledger.count(
+            {"loaded_chunks": sum(len(run.chunks) for run in part.runs), "loaded_bytes": num_bytes}
+        )
+        return self._ledger.advance(task, Phase.IN_STORE)
+
+
+def remove_keys(store: Store, keys: Sequence[str]) -> frozenset[str]:
+    """Ask the store to forget ``keys`` and return those that are gone; never raises."""
+    try:
+        statuses = store.remove(keys)
+        _check_answers(statuses, keys)
+    except Exception:  # noqa: BLE001 - what cannot be removed stays distrusted
+        return frozenset()
+    gone = (Status.OK, Status.MISSING)
+    return frozenset(key for key, status in zip(keys, statuses, strict=True) if status in gone)
+
+
+def _check_answers(answers: Sequence[object], keys: Sequence[str]) -> None:
+    if len(answers) != len(keys):
+        raise WrongAnswersError(f"{len(answers)} answers to {len(keys)} keys")
+
+
+def _unique(tasks: Sequence[StoreTask]) -> Batch:
+    """Return the values of all tasks as one batch, each key once: requests may share a prefix."""
+    seen: dict[str, tuple[int, int, int]] = {}
+    for task in tasks:
+        for key, *value in zip(task.keys, task.addresses, task.sizes, task.order, strict=True):
+            seen.setdefault(key, (value[0], value[1], value[2]))
+    return Batch(
+        list(seen),
+        [(address,) for address, _, _ in seen.values()],
+        [(size,) for _, size, _ in seen.values()],
+        [order for _, _, order in seen.values()],
+    )
+
+
+def _worst(ends: Iterable[JobEnd]) -> JobEnd:
+    """Return how a job ended whose values ended as ``ends``."""
+    seen = set(ends)
+    return next((end for end in _SEVERITY if end in seen), JobEnd.STORED)

@@ -1,0 +1,113 @@
+"""A stand-in for an engine's paged KV memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.stores.memory_buffer import ByteArray
+
+
+def byte_layout(*groups: tuple[int, int]) -> StoreLayout:
+    """Return a layout from ``(block_size, payload_bytes)`` pairs, one layer a group."""
+    return StoreLayout(tuple(GroupLayout(size, (num,), "bytes") for size, num in groups))
+
+
+class FakeFence:
+    """Waits for the work that a :class:`FakeBlocks` had been given when it was recorded."""
+
+    def __init__(self, blocks: FakeBlocks, num_issued: int) -> None:
+        self._blocks = blocks
+        self._num_issued = num_issued
+
+    def wait(self) -> None:
+        """Block until that work is done."""
+        self._blocks.wait_done(self._num_issued)
+
+
+class FakeBlocks:
+    """Blocks in host memory that behave like a device's: work is issued first and done later.
+
+    ``data[group_id]`` has shape ``(num_blocks, payload_bytes)``. ``reads`` and ``writes`` list
+    ``(group_id, block_ids)`` of every copy. ``adopted`` are the staging buffers.
+    """
+
+    def __init__(self, layout: StoreLayout, num_blocks: int) -> None:
+        self._layout = layout
+        self.data: list[ByteArray] = [
+            np.zeros((num_blocks, group.payload_bytes), dtype=np.uint8) for group in layout.groups
+        ]
+        self.reads: list[tuple[int, tuple[int, ...]]] = []
+        self.writes: list[tuple[int, tuple[int, ...]]] = []
+        self.adopted: list[ByteArray] = []
+        self._done = threading.Condition()
+        self._issued: list[tuple[int, int, bytes]] = []
+        self._num_done = 0
+
+    @property
+    def layout(self) -> StoreLayout:
+        """The layout it was made with."""
+        return self._layout
+
+    # ---------------------------------------------------------------------- the engine's side
+
+    def fill(self, group_id: int, block_id: int, seed: int) -> bytes:
+        """Write bytes that depend on ``seed`` to a block at once, and return them."""
+        rng = np.random.default_rng(seed)
+        self.data[group_id][block_id] = rng.integers(
+            0, 256, self.data[group_id].shape[1], dtype=np.uint8
+        )
+        return self.content(group_id, block_id)
+
+    def content(self, group_id: int, block_id: int) -> bytes:
+        """Return what a block holds now."""
+        return bytes(self.data[group_id][block_id])
+
+    def issue(self, group_id: int, block_id: int, content: bytes) -> None:
+        """Issue a write that is done only by :meth:`complete`; later fences wait for it."""
+        with self._done:
+            self._issued.append((group_id, block_id, content))
+
+    def complete(self) -> None:
+        """Do all work that was issued."""
+        with self._done:
+            for group_id, block_id, content in self._issued[self._num_done :]:
+                self.data[group_id][block_id] = np.frombuffer(content, dtype=np.uint8)
+            self._num_done = len(self._issued)
+            self._done.notify_all()
+
+    def wait_done(self, num_issued: int, timeout_s: float = 30.0) -> None:
+        """Block until the first ``num_issued`` writes are done.
+
+        Raises:
+            TimeoutError: nobody completed them; a test should not hang.
+        """
+        with self._done:
+            if not self._done.wait_for(lambda: self._num_done >= num_issued, timeout_s):
+                raise TimeoutError("the work before the fence was never completed")
+
+    # ------------------------------------------------------------------------ the pool's side
+
+    def record(self) -> FakeFence:
+        """Mark the work issued so far."""
+        with self._done:
+            return FakeFence(self, len(self._issued))
+
+    def adopt(self, buffer: ByteArray) -> None:
+        """Remember a staging buffer."""
+        self.adopted.append(buffer)
+
+    def read(self, group_id: int, block_ids: Sequence[int], out: ByteArray) -> None:
+        """Copy blocks to the rows of ``out``."""
+        self.reads.append((group_id, tuple(block_ids)))
+        source = self.data[group_id]
+        out[:, : source.shape[1]] = source[list(block_ids)]
+
+    def write(self, group_id: int, block_ids: Sequence[int], data: ByteArray) -> None:
+        """Copy the rows of ``data`` to blocks."""
+        self.writes.append((group_id, tuple(block_ids)))
+        target = self.data[group_id]
+        target[list(block_ids)] = data[:, : target.shape[1]]
