@@ -161,7 +161,9 @@ def test_a_writer_stopped_with_the_lock_fails_others_in_time(store: LocalStore) 
 
 def test_processes_see_what_others_put(store: LocalStore) -> None:
     """A key put by one process exists in another."""
-    with writer(store, 5, phase="anywhere") as other:
+    # The other stops in its second put, before it can evict what it put first.
+    with writer(store, 5, sends="SIGSTOP", phase="reserved", after=1) as other:
+        wait_until_stopped(other)
         assert other.stdout is not None
         assert other.stdout.readline().startswith("0 ")
         assert store.exists(["own-5-0"]) == [True]
