@@ -1,7 +1,8 @@
 """The errors kvtide raises, and whose fault each of them is.
 
-Everything a caller may want to catch derives from :class:`KVTideError`. An error is raised only for what the caller can mend: a wrong setting, a store
-that is gone, a call after close. What happens to a single key is never an exception but a :class:`kvtide.stores.Status`.
+Everything a caller may want to catch derives from :class:`KVTideError`. An error is raised only for
+what the caller can mend: a wrong setting, a store that is gone, a call after close. What happens to
+a single key is never an exception but a :class:`kvtide.stores.Status`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ class KVTideError(Exception):
 class ConfigError(KVTideError):
     """The configuration is wrong: every fault at once, each with the setting to change.
 
-    ``faults`` holds one sentence per fault; the message lists them all, so that one restart mends all of them.
+    ``faults`` holds one sentence per fault; the message lists them all, so that one restart mends
+    all of them.
     """
 
     def __init__(self, faults: str | Sequence[str]) -> None:
@@ -48,4 +50,8 @@ class StoreClosedError(StoreError):
 
 
 class UnregisteredMemoryError(StoreError):
-    """A batch points outside the memory that was registered with the store: a fault of the caller."""
+    """A batch points outside the memory registered with the store: a fault of the caller."""
+
+
+class EngineRunError(KVTideError):
+    """An engine that kvtide itself started, for a demonstration or a measurement, failed."""

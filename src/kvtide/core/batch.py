@@ -1,6 +1,7 @@
 """A batch: keys, with the memory each value is read from or written to.
 
-One object instead of parallel lists that have to be filtered in step: ``select``, ``rotate`` and ``split`` keep a key and its memory together.
+One object instead of parallel lists that have to be filtered in step: ``select``, ``rotate`` and
+``split`` keep a key and its memory together.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 class Batch:
     """Keys of a store call and, per key, the memory segments that make up its value.
 
-    ``addresses[i]`` and ``sizes[i]`` (bytes) describe the segments of ``keys[i]`` in order; their concatenation is the value, so a value may be
-    written as 100 + 200 bytes and read as 150 + 150. ``order[i]``, where given, is the absolute chunk index of ``keys[i]`` in its request: a hint for
+    ``addresses[i]`` and ``sizes[i]`` (bytes) describe the segments of ``keys[i]`` in order; their
+    concatenation is the value, so a value may be written as 100 + 200 bytes and read as 150 + 150.
+    ``order[i]``, where given, is the absolute chunk index of ``keys[i]`` in its request: a hint for
     eviction, since an early chunk is worth more than the chunks that need it.
 
     Raises:
@@ -30,13 +32,20 @@ class Batch:
     def __post_init__(self) -> None:
         if not len(self.keys) == len(self.addresses) == len(self.sizes):
             raise ValueError(
-                f"a batch needs one list of segments per key: {len(self.keys)} keys, {len(self.addresses)} address lists, {len(self.sizes)} size lists"
+                f"a batch needs one list of segments per key: {len(self.keys)} keys, "
+                f"{len(self.addresses)} address lists, {len(self.sizes)} size lists"
             )
         if self.order is not None and len(self.order) != len(self.keys):
-            raise ValueError(f"a batch's order needs one entry per key: {len(self.keys)} keys, {len(self.order)} entries")
+            raise ValueError(
+                f"a batch's order needs one entry per key: {len(self.keys)} keys, "
+                f"{len(self.order)} entries"
+            )
         for addresses, sizes in zip(self.addresses, self.sizes, strict=True):
             if len(addresses) != len(sizes):
-                raise ValueError(f"a value needs one size per address: {len(addresses)} addresses, {len(sizes)} sizes")
+                raise ValueError(
+                    f"a value needs one size per address: {len(addresses)} addresses, "
+                    f"{len(sizes)} sizes"
+                )
             if sizes and min(sizes) < 0:
                 raise ValueError(f"a segment's size cannot be negative: {min(sizes)}")
 
@@ -62,17 +71,26 @@ class Batch:
         )
 
     def rotate(self, offset: int) -> Batch:
-        """Return the same keys starting at ``offset`` (modulo the length), so that ranks need not ask for the same key at once."""
+        """Return the same keys starting at ``offset`` (modulo the length).
+
+        Ranks that start at different keys need not ask for the same key at once.
+        """
         length = len(self)
         return self.select([(i + offset) % length for i in range(length)]) if length else self
 
-    def split(self, *, max_keys: int | None = None, max_bytes: int | None = None) -> Iterator[Batch]:
-        """Yield consecutive parts of at most ``max_keys`` keys and ``max_bytes`` bytes; a value larger than ``max_bytes`` travels alone."""
+    def split(
+        self, *, max_keys: int | None = None, max_bytes: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield consecutive parts of at most ``max_keys`` keys and ``max_bytes`` bytes.
+
+        A value larger than ``max_bytes`` travels alone.
+        """
         start = total = 0
         for i in range(len(self)):
             size = self.value_bytes(i)
-            full = (max_keys is not None and i - start >= max_keys) or (max_bytes is not None and total + size > max_bytes)
-            if full and i > start:
+            many = max_keys is not None and i - start >= max_keys
+            large = max_bytes is not None and total + size > max_bytes
+            if (many or large) and i > start:
                 yield self.select(range(start, i))
                 start, total = i, 0
             total += size
@@ -83,10 +101,10 @@ class Batch:
     def concat(cls, batches: Sequence[Batch]) -> Batch:
         """Join batches, keeping ``order`` only where each of them has it."""
         chain = itertools.chain.from_iterable
-        orders = [batch.order for batch in batches]
+        orders = [batch.order for batch in batches if batch.order is not None]
         return cls(
             list(chain(batch.keys for batch in batches)),
             list(chain(batch.addresses for batch in batches)),
             list(chain(batch.sizes for batch in batches)),
-            list(chain(order for order in orders if order is not None)) if None not in orders else None,
+            list(chain(orders)) if len(orders) == len(batches) else None,
         )

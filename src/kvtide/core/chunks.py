@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtide.core.keys import BlockHashes, KeyMetadata, PoolKey
+from kvtide.core.keys import HexSource, KeyMetadata, PoolKey
 
 
 class Chunk(NamedTuple):
@@ -88,9 +88,7 @@ class ChunkedTokenDatabase:
         )
         for chunk_id in range(first_chunk, end_chunk):
             relative = chunk_id - first_chunk
-            if chunk_mask is not None and not (
-                relative < len(chunk_mask) and chunk_mask[relative]
-            ):
+            if chunk_mask is not None and not (relative < len(chunk_mask) and chunk_mask[relative]):
                 continue
             if chunk_id % put_step != put_step_rank:
                 continue
@@ -103,9 +101,9 @@ class ChunkedTokenDatabase:
         """Return the pool key of the chunk with this hash."""
         return PoolKey.build_key_string(self.prefix, chunk_hash.hex())
 
-    def keys(self, block_hashes: BlockHashes, chunks: range) -> list[str]:
+    def keys(self, block_hashes: HexSource, chunks: range) -> list[str]:
         """Return the keys of whole ``chunks``, one hex conversion for all of them."""
         ratio = self.hashes_per_chunk
         last = range((chunks.start + 1) * ratio - 1, chunks.stop * ratio, ratio)
-        head = self.prefix + "@"
-        return [head + text for text in block_hashes.hexes(last)]
+        prefix = self.prefix
+        return [PoolKey.build_key_string(prefix, text) for text in block_hashes.hexes(last)]

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import Protocol, overload
 
 KEY_FORMAT_VERSION = 1
 """Raised whenever the bytes behind an otherwise equal key would change."""
@@ -31,7 +31,9 @@ class BlockHashes(Sequence[bytes]):
 
     def __init__(self, blob: bytes, hash_bytes: int, *, first: int = 0) -> None:
         if hash_bytes <= 0 or len(blob) % hash_bytes:
-            raise ValueError(f"{len(blob)} bytes are not a whole number of {hash_bytes}-byte hashes")
+            raise ValueError(
+                f"{len(blob)} bytes are not a whole number of {hash_bytes}-byte hashes"
+            )
         self._blob = blob
         self._hash_bytes = hash_bytes
         self.first = first
@@ -71,12 +73,13 @@ class BlockHashes(Sequence[bytes]):
         """Return the hashes at absolute ``indices`` in hex, converting the whole range at once."""
         if not indices:
             return []
-        if indices[0] < self.first or indices[-1] >= len(self):
+        low, high = indices[0], indices[-1]
+        if low < self.first or high >= len(self):
             raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
-        text = self._blob.hex()
-        width = 2 * self._hash_bytes
-        offset = self.first
-        return [text[(i - offset) * width : (i - offset + 1) * width] for i in indices]
+        width = self._hash_bytes
+        text = self._blob[(low - self.first) * width : (high + 1 - self.first) * width].hex()
+        step = 2 * width * indices.step
+        return [text[start : start + 2 * width] for start in range(0, len(text), step)]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickle_hashes, (self._blob, self._hash_bytes, self.first)
@@ -93,8 +96,43 @@ class BlockHashes(Sequence[bytes]):
         return f"<BlockHashes [{self.first}, {len(self)})>"
 
 
+class HashWindow:
+    """The hashes of a request from index ``first`` on, read from the engine's own list.
+
+    Nothing is copied but the list of references: a lookup may stop at its first key, so hashes
+    are joined and converted only for the range that is asked.
+    """
+
+    __slots__ = ("_hashes", "first")
+
+    def __init__(self, hashes: Sequence[bytes], *, first: int = 0) -> None:
+        self._hashes = hashes
+        self.first = first
+
+    def __len__(self) -> int:
+        return self.first + len(self._hashes)
+
+    def hexes(self, indices: range) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex."""
+        picked = self._hashes[indices.start - self.first : indices.stop - self.first : indices.step]
+        if len(picked) != len(indices):
+            raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
+        if not picked:
+            return []
+        text = b"".join(picked).hex()
+        width = 2 * len(picked[0])
+        return [text[start : start + width] for start in range(0, len(text), width)]
+
+
 def _unpickle_hashes(blob: bytes, hash_bytes: int, first: int) -> BlockHashes:
     return BlockHashes(blob, hash_bytes, first=first)
+
+
+class HexSource(Protocol):
+    """Hashes that can be read as hex by absolute index, a whole range at once."""
+
+    def hexes(self, indices: range) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +217,22 @@ class PrefixTable:
     """
 
     _ids: dict[str, int] = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
     _announced: int = 0
 
     def id_for(self, namespace: str) -> int:
         """Return the id of ``namespace``, making one where it is new."""
-        return self._ids.setdefault(namespace, len(self._ids))
+        prefix_id = self._ids.get(namespace)
+        if prefix_id is None:
+            prefix_id = self._ids[namespace] = len(self._names)
+            self._names.append(namespace)
+        return prefix_id
+
+    def name_of(self, prefix_id: int) -> str:
+        """Return the namespace that ``prefix_id`` stands for."""
+        return self._names[prefix_id]
 
     def take_new(self) -> dict[int, str]:
         """Return the namespaces that were not announced before, by id."""
-        if self._announced == len(self._ids):
-            return {}
-        new = {number: name for name, number in self._ids.items() if number >= self._announced}
-        self._announced = len(self._ids)
-        return new
+        first, self._announced = self._announced, len(self._names)
+        return dict(enumerate(self._names[first:], first))

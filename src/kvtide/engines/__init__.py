@@ -1,0 +1,1 @@
+"""Engines kvtide runs under; each is a package of its own, imported only inside that engine."""

@@ -1,0 +1,239 @@
+"""What the installed vLLM offers: the only place that knows its releases differ.
+
+Everything is probed by feature, never by version number; the number itself is used for a warning
+outside the tested range, for refusing releases that miss what loads need, and as part of a key's
+namespace. Names that came with later releases have a fallback of the same shape here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+
+from kvtide.engines.adapters import AdapterDigests
+from kvtide.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 30)
+NEWEST = (0, 33)
+"""The releases kvtide supports, both included."""
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+
+    @dataclass
+    class KVConnectorTransferResults:  # type: ignore[no-redef]
+        """The completions of one step, in the shape of the engine's own class."""
+
+        finished_sending: set[str] = field(default_factory=set)
+        finished_recving: set[str] = field(default_factory=set)
+        failed_recving: set[str] = field(default_factory=set)
+
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 the engine does not ask where a hit came from
+    CacheHitSource = None
+
+
+def release() -> tuple[int, int] | None:
+    """Return the installed vLLM's major and minor number, ``None`` for an unnumbered build."""
+    match = re.match(r"(\d+)\.(\d+)", str(getattr(vllm, "__version__", "")))
+    if match is None:
+        return None
+    number = (int(match[1]), int(match[2]))
+    return number if number > (0, 1) else None
+
+
+def check_release() -> None:
+    """Warn once outside the supported range of vLLM releases; refuse what cannot work.
+
+    Raises:
+        ConfigError: the release is older than 0.30, where a failed load has no safe way back.
+    """
+    number = release()
+    if number is not None and number < OLDEST:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is too old for kvtide: it cannot report a failed load. "
+            f"Install vllm {_text(OLDEST)} to {_text(NEWEST)}."
+        )
+    if number is None or number > NEWEST:
+        _warn_once(
+            f"kvtide is tested with vLLM {_text(OLDEST)} to {_text(NEWEST)}, not with "
+            f"{vllm.__version__}; compare its output with and without kvtide before relying on it"
+        )
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
+
+
+def _text(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"
+
+
+def release_namespace() -> str:
+    """Return the part of a key that names the vLLM release: equal hashes are not equal bytes."""
+    number = release()
+    return f"vllm-{_text(number)}" if number is not None else f"vllm-{vllm.__version__}"
+
+
+def hash_scheme(algorithm: str) -> dict[str, str | None]:
+    """Return what besides tokens goes into the engine's block hashes, as data for the identity.
+
+    ``seed`` is the root's seed as configured, ``None`` where the engine's own applies. It is
+    read from the environment and not from ``get_none_hash_seed()``: the engine seeds its root
+    only after it has made the connector, so that function still answers its default then.
+    """
+    return {
+        "algorithm": algorithm,
+        "seed": os.environ.get("PYTHONHASHSEED"),
+        "root": str(getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "unknown")),
+        "extra_keys": "tagged" if _has_tagged_extra_keys() else "plain",
+    }
+
+
+def _has_tagged_extra_keys() -> bool:
+    probe = SimpleNamespace(lora_request=SimpleNamespace(lora_name="name", lora_path="path"))
+    try:
+        keys = kv_cache_utils._gen_lora_extra_hash_keys(probe)
+    except AttributeError:
+        return False
+    return bool(keys) and isinstance(keys[0], tuple)
+
+
+def hash_differs_by_process(algorithm: str) -> bool:
+    """Tell whether two engines would name the same tokens differently.
+
+    Hashes that are not cryptographic start from random bytes unless ``PYTHONHASHSEED`` is set.
+    """
+    return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+
+
+def prefix_cacheable_group_ids(kv_cache_config: Any) -> tuple[int, ...]:
+    """Return the engine's ids of the groups whose blocks may be stored and loaded by hash."""
+    if hasattr(kv_cache_config, "prefix_cacheable_group_ids"):
+        return tuple(kv_cache_config.prefix_cacheable_group_ids)
+    return tuple(
+        group_id
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group, "enable_kv_transfer", True)
+        and getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    )
+
+
+def layer_specs(kv_cache_spec: Any) -> Mapping[str, Any] | None:
+    """Return the specs of the layers of a uniform-type group by layer, ``None`` for others."""
+    specs = getattr(kv_cache_spec, "kv_cache_specs", None)
+    return specs if isinstance(specs, Mapping) else None
+
+
+def resolve_block_sizes(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
+    """Return ``(lcm_block_size, hash_block_size)`` in tokens, as the engine resolves them."""
+    lcm, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(lcm), int(hashed)
+
+
+def group_retains_longer_hits(group: Any) -> bool:
+    """Tell whether a group's manager keeps hits beyond the common one (host-backed sources)."""
+    role = getattr(group, "role", None)
+    return getattr(role, "value", role) not in (None, "default") or bool(
+        getattr(group, "host_resident", False)
+    )
+
+
+def block_ids_of(scheduler_output: Any, request_id: str) -> tuple[list[int], ...] | None:
+    """Return a request's whole block tables, one per group, or ``None`` where none are given.
+
+    It copies the tables: read slices through the cache manager on the hot path, and use this
+    only where there is none. Never keep ``scheduler_output`` past the step.
+    """
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    if state is None:
+        return None
+    if hasattr(state, "get_block_ids"):
+        return state.get_block_ids(request_id)  # type: ignore[no-any-return]
+    return state.block_ids.get(request_id)  # type: ignore[no-any-return]
+
+
+def transfer_results(
+    finished_recving: Collection[str], failed_recving: Collection[str]
+) -> KVConnectorTransferResults:
+    """Return one step's load completions; a failed id must be among the finished ones too."""
+    return KVConnectorTransferResults(
+        finished_sending=set(),
+        finished_recving=set(finished_recving) | set(failed_recving),
+        failed_recving=set(failed_recving),
+    )
+
+
+def external_hit_sources(num_tokens: int, medium: str) -> dict[Any, int]:
+    """Return the engine's per-source count of a hit; ``medium`` is ``host``, ``disk``, ``p2p``."""
+    if num_tokens == 0 or CacheHitSource is None:
+        return {}
+    return {CacheHitSource(medium): num_tokens}
+
+
+def attention_traits(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, str]:
+    """Return, per layer, what decides how its KV cache bytes are packed inside a block.
+
+    Shape and strides do not tell everything: CPU kernels pack keys for one instruction set, so
+    bytes of an AMX host are noise on another; a device's backends may differ likewise. Known in
+    a worker once its layers exist; layers that tell nothing get an empty string.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    traits = {}
+    for name in layer_names:
+        layer = layers.get(name)
+        backend = getattr(layer, "attn_backend", None)
+        parts = [backend.get_name() if backend is not None else "", getattr(layer, "isa", "")]
+        traits[name] = "/".join(str(part) for part in parts if part)
+    return traits
+
+
+def prefix_caching_forced_off(vllm_config: Any) -> bool:
+    """Tell whether the platform, not the operator, switched the engine's own prefix cache off.
+
+    The CPU platform does so for MLA without AMX because its kernels are slow there, not because
+    a prefix would be wrong: block hashes are still computed and external hits still taken.
+    """
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False))
+
+
+def adapter_digest(digests: AdapterDigests, lora_request: Any) -> str | None:
+    """Return the content digest of a request's adapter; ``None``: not known, so do not share.
+
+    A digest that is still being computed counts as unknown: the request goes without the cache,
+    the next one with the same adapter has it.
+    """
+    digest = digests.get(
+        lora_request.lora_int_id,
+        lora_request.lora_path,
+        replaced_in_place=bool(getattr(lora_request, "load_inplace", False)),
+    )
+    return digest if isinstance(digest, str) else None
+
+
+def require_recompute(vllm_config: Any) -> None:
+    """Make the engine recompute what cannot be loaded instead of failing the request.
+
+    The scheduler reads the setting right after it has constructed its connector.
+    """
+    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"

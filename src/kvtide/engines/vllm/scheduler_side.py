@@ -1,0 +1,296 @@
+"""The scheduler's half of the connector: vLLM's events become the core's, and back.
+
+Everything here runs on vLLM's scheduling thread: no store call, no wait. Lookups run in
+:class:`kvtide.runtime.lookup.LookupExecutor` on a store handle of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvtide.config import PoolConfig
+from kvtide.core.admission import AdmissionLimits
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.jobs import StepPlan
+from kvtide.core.keys import CacheIdentity, namespace_for
+from kvtide.core.layout import StoreLayout, common_layout
+from kvtide.core.scheduler import (
+    PoolScheduler,
+    SavePolicy,
+    Scheduled,
+    SchedulerLimits,
+    StepEvents,
+)
+from kvtide.engines.adapters import AdapterDigests
+from kvtide.engines.deployment import Deployment
+from kvtide.engines.vllm import features
+from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
+from kvtide.engines.vllm.stats_file import StatsFile
+from kvtide.engines.vllm.translate import GroupPlan
+from kvtide.engines.vllm.view import EngineTables, VllmRequestView
+from kvtide.errors import ConfigError
+from kvtide.runtime.lookup import LookupExecutor
+from kvtide.stores import Store
+
+JOB_SHARE_OF_STAGING = 4
+"""A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
+
+
+class SchedulerSide:
+    """Owns the core's scheduler; made once per engine.
+
+    Nothing is looked up, saved or loaded before the engine has told which cache manager it uses
+    (:meth:`bind`) and the ranks have told their memory layout (:meth:`agree_on_layout`).
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        plan: GroupPlan,
+        identity: Mapping[str, object],
+        store: Store,
+        *,
+        num_ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._identity = identity
+        self._store = store
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._adapters = AdapterDigests()
+        self._deployment = Deployment(config.weights_version)
+        self._worker_identity: object = None
+        self._namespaces: dict[str, str] = {}
+        self._tables: EngineTables | None = None
+        self._layout: StoreLayout | None = None
+        self._views: dict[str, VllmRequestView] = {}
+        self._lookups: LookupExecutor | None = None
+        self._scheduler: PoolScheduler | None = None
+        self._stats = StatsFile(config.stats_path) if config.stats_path else None
+        self._reported: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------ start
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Take the engine's cache manager, whose blocks jobs pin."""
+        self._tables = EngineTables(
+            kv_cache_manager, self._plan.group_ids, self._plan.hash_block_size
+        )
+        self._start()
+
+    def agree_on_layout(self, handshakes: Iterable[KVTideHandshake]) -> None:
+        """Take the ranks' layouts; keys can be named only when all ranks agree.
+
+        Raises:
+            ConfigError: the ranks lay their bytes out differently.
+        """
+        layouts = [handshake.layout for handshake in handshakes]
+        layout = common_layout(layouts)
+        if layout is None:
+            raise ConfigError(
+                "the ranks of this engine lay out their KV cache differently, so they cannot "
+                "share keys: run ranks of one kind, with the same attention backend"
+            )
+        self._layout = layout
+        self._worker_identity = layout.describe()
+        self._namespaces.clear()
+        self._start()
+
+    def _start(self) -> None:
+        """Build the scheduler once both the cache manager and the layout are known."""
+        if self._tables is None or self._layout is None or self._scheduler is not None:
+            return
+        config = self._config
+        coordinator = Coordinator(self._plan.groups, self._plan.hash_block_size)
+        self._lookups = LookupExecutor(
+            self._store,
+            coordinator.groups,
+            lambda namespace: coordinator.databases(namespace, range(self._num_ranks)),
+            alignment=coordinator.alignment,
+            timeout_s=config.lookup_timeout_ms / 1000,
+            max_bad_keys=config.max_bad_keys,
+        )
+        unit_bytes = _bytes_per_unit(coordinator, self._layout)
+        unit = coordinator.lcm_block_size
+        num_blocks = len(self._tables.manager.block_pool.blocks)
+        self._scheduler = PoolScheduler(
+            coordinator,
+            self._lookups,
+            limits=SchedulerLimits(
+                max_pinned_blocks=int(config.pin_fraction * num_blocks),
+                max_job_tokens=max(
+                    unit, config.staging_size // JOB_SHARE_OF_STAGING // unit_bytes * unit
+                ),
+                first_delay_s=config.backoff_s,
+                max_delay_s=config.max_backoff_s,
+            ),
+            admission=AdmissionLimits(
+                lookup_wait_s=config.lookup_wait_ms / 1000,
+                max_loads=config.max_loads_in_flight,
+                max_load_tokens=config.max_load_bytes // unit_bytes * unit,
+                min_load_tokens=config.min_load_tokens,
+            ),
+            saves=SavePolicy(prefill=config.saves_prefill, decode=config.save_decode_cache),
+            num_ranks=self._num_ranks,
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    def on_new_request(self, request: Any) -> None:
+        """Start looking a request up; an id that is known already begins a new life."""
+        if self._scheduler is None or self._tables is None:
+            return
+        view = VllmRequestView(request, self._tables)
+        self._views[view.request_id] = view
+        self._scheduler.on_new_request(
+            view,
+            self._namespace_of(request),
+            self._clock(),
+            may_load=not request.skip_reading_prefix_cache,
+        )
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer vLLM's ``get_num_new_matched_tokens``: tokens to load, and that loads overlap."""
+        view = self._views.get(request.request_id)
+        if self._scheduler is None or view is None:
+            return 0, False
+        num_tokens = self._scheduler.match(view, num_computed_tokens, self._clock())
+        return num_tokens, bool(num_tokens)
+
+    def on_allocated(self, request: Any, num_external_tokens: int) -> None:
+        """Plan the load of what vLLM granted."""
+        view = self._views.get(request.request_id)
+        if self._scheduler is not None and view is not None:
+            self._scheduler.on_allocated(view, num_external_tokens)
+
+    def on_finished(self, request_id: str) -> None:
+        """Forget a request that ended, however it ended."""
+        self._views.pop(request_id, None)
+        if self._scheduler is not None:
+            self._scheduler.on_finished(request_id)
+
+    def _namespace_of(self, request: Any) -> str | None:
+        """Return the namespace of a request's keys, ``None`` where its adapter has no digest."""
+        adapter = ""
+        if request.lora_request is not None:
+            digest = features.adapter_digest(self._adapters, request.lora_request)
+            if digest is None:
+                return None
+            adapter = digest
+        if adapter not in self._namespaces:
+            identity = CacheIdentity(
+                engine=self._identity,
+                worker=self._worker_identity,
+                deployment=self._deployment.name,
+                adapter=adapter,
+            )
+            self._namespaces[adapter] = namespace_for(self._config.cache_prefix, identity)
+        return self._namespaces[adapter]
+
+    # ------------------------------------------------------------------ steps
+
+    def build_metadata(self, scheduler_output: Any) -> KVTideMetadata:
+        """Turn a step's decisions into jobs, and pin the blocks that the jobs read."""
+        if self._scheduler is None or self._tables is None:
+            return KVTideMetadata(StepPlan())
+        preempted = [
+            self._views[request_id]
+            for request_id in scheduler_output.preempted_req_ids or ()
+            if request_id in self._views
+        ]
+        events = StepEvents(preempted, self._scheduled(scheduler_output))
+        outcome = self._scheduler.step(events, self._clock())
+        if outcome.pin_block_ids:
+            self._tables.pin(outcome.pin_block_ids)
+        return KVTideMetadata(outcome.plan)
+
+    def _scheduled(self, scheduler_output: Any) -> Iterable[Scheduled]:
+        """Yield the requests of a step; those that vLLM calls new or resumed are admissions."""
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            if view := self._views.get(new.req_id):
+                yield Scheduled(
+                    view, new.num_computed_tokens, num_scheduled[new.req_id], is_admission=True
+                )
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        for request_id, num_computed in zip(
+            cached.req_ids, cached.num_computed_tokens, strict=True
+        ):
+            if view := self._views.get(request_id):
+                yield Scheduled(
+                    view, num_computed, num_scheduled[request_id], request_id in resumed
+                )
+
+    def on_output(self, connector_output: Any) -> None:
+        """Take in what the ranks report, before the loads that ended with the same report."""
+        if self._scheduler is None or self._tables is None or self._lookups is None:
+            return
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, KVTideWorkerMetadata):
+            report = metadata.report
+            self._lookups.bad_keys.add(report.bad_keys)
+            self._lookups.bad_keys.discard(report.mended_keys)
+            unpinned = self._scheduler.on_report(report, self._clock())
+            if unpinned:
+                self._tables.unpin(unpinned)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.on_load_finished(request_id)
+        self._write_stats()
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether jobs hold blocks, whose release only reaches vLLM if it keeps stepping."""
+        return self._scheduler is not None and self._scheduler.has_pins
+
+    # ------------------------------------------------------------------ counters, reset, end
+
+    def take_counters(self) -> Counter[str]:
+        """Return what was counted since the last call."""
+        totals = self._totals()
+        new = totals - self._reported
+        self._reported = totals
+        return new
+
+    def _totals(self) -> Counter[str]:
+        if self._scheduler is None or self._lookups is None:
+            return Counter()
+        self._scheduler.counters.update(self._lookups.take_counters())
+        return Counter(self._scheduler.counters)
+
+    def _write_stats(self) -> None:
+        if self._stats is not None and self._scheduler is not None:
+            gauges = {
+                "jobs_open": self._scheduler.num_open_jobs,
+                "blocks_pinned": self._scheduler.num_pinned_blocks,
+            }
+            self._stats.write({**self._totals(), **gauges}, self._clock())
+
+    def reset(self) -> None:
+        """Leave everything stored so far behind, because the weights may have changed."""
+        self._deployment.change()
+        self._namespaces.clear()
+        if self._scheduler is not None:
+            self._scheduler.reset(
+                lambda request_id: self._namespace_of(self._views[request_id].request)
+            )
+
+    def close(self) -> None:
+        """Stop looking up and give the store back."""
+        self._write_stats()
+        self._adapters.close()
+        if self._lookups is not None:
+            self._lookups.close()
+        else:
+            self._store.close()
+
+
+def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout) -> int:
+    """Return the bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
+    unit = coordinator.lcm_block_size
+    return sum(unit // group.block_size * group.payload_bytes for group in layout.groups)

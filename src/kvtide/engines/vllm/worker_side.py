@@ -1,0 +1,106 @@
+"""A worker's half of the connector: vLLM's hooks drive :class:`kvtide.runtime.worker.PoolWorker`.
+
+vLLM calls the hooks in an order that differs by release and runner (``docs/walkthrough.md``), so
+no hook relies on another having been called before: jobs are taken over when the step's metadata
+is bound and fenced at ``wait_for_save``; what is unfenced at the next bind is fenced then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtide.config import PoolConfig
+from kvtide.engines.vllm import features
+from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
+from kvtide.engines.vllm.tensors import TensorBlocks
+from kvtide.engines.vllm.translate import GroupPlan
+from kvtide.runtime.limits import WorkerLimits
+from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.runtime.worker import PoolWorker, WorkerResults
+from kvtide.stores import Store
+
+
+class WorkerSide:
+    """Owns one rank's threads and staging memory; idle until the KV cache is registered."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        plan: GroupPlan,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        store: Store,
+        *,
+        rank: int,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._plan = plan
+        self._kv_cache_config = kv_cache_config
+        self._store = store
+        self._rank = rank
+        self._blocks: TensorBlocks | None = None
+        self._worker: PoolWorker | None = None
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Take the engine's KV tensors, one per layer, and start."""
+        config = self._config
+        traits = features.attention_traits(self._vllm_config, kv_caches)
+        self._blocks = TensorBlocks(
+            kv_caches, self._kv_cache_config, self._plan.group_ids, traits
+        )
+        self._worker = PoolWorker(
+            self._blocks,
+            self._store,
+            PrefixDatabases(
+                [group.block_size for group in self._plan.groups],
+                self._plan.hash_block_size,
+                self._rank,
+            ),
+            limits=WorkerLimits(
+                staging_bytes=config.staging_size,
+                load_staging_bytes=config.staging_size,
+                save_timeout_s=config.save_timeout_s,
+                load_timeout_s=config.load_timeout_s,
+                max_bad_keys=config.max_bad_keys,
+                flush_timeout_s=config.flush_timeout_s,
+            ),
+        )
+
+    def handshake(self) -> KVTideHandshake | None:
+        """Return this rank's layout, once there is one."""
+        return None if self._blocks is None else KVTideHandshake(self._blocks.layout)
+
+    def take_over(self, metadata: KVTideMetadata) -> None:
+        """Take the step's jobs over."""
+        if self._worker is not None:
+            self._worker.take_over(metadata.plan)
+
+    def start_loads(self) -> None:
+        """Start the step's loads, ordered after everything the engine has issued so far."""
+        if self._worker is not None:
+            pass
+
+    def fence(self) -> None:
+        """Mark the point after which the step's blocks may be read."""
+        if self._worker is not None:
+            self._worker.fence()
+
+    def poll(self) -> WorkerResults:
+        """Return the loads that ended, and end what is past its deadline."""
+        return self._worker.poll() if self._worker is not None else WorkerResults(set(), set())
+
+    def take_report(self) -> KVTideWorkerMetadata | None:
+        """Return what is to be reported, if anything."""
+        report = self._worker.take_report() if self._worker is not None else None
+        return None if report is None else KVTideWorkerMetadata(report)
+
+    def close(self) -> None:
+        """Store what is staged, within the flush time, and stop; may be called twice."""
+        if self._worker is not None:
+            self._worker.close()
+        else:
+            self._store.close()
+        if self._blocks is not None:
+            self._blocks.close()

@@ -1,0 +1,69 @@
+"""Stand-ins for what the core reads of an engine: a request that records every read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kvtide.core.jobs import NULL_BLOCK_ID
+
+
+def fake_hashes(num_hashes: int, *, seed: str = "") -> list[bytes]:
+    """Return a chain of block hashes; chains of one seed share their beginning."""
+    chain: list[bytes] = []
+    parent = seed.encode()
+    for _ in range(num_hashes):
+        parent = hashlib.sha256(parent).digest()
+        chain.append(parent)
+    return chain
+
+
+class RecordingRequest:
+    """A :class:`~kvtide.core.transfer.RequestView` whose every read is on record.
+
+    ``hash_reads`` and ``block_reads`` hold the ranges that were asked for, in order; block reads
+    as ``(group_id, first_chunk, end_chunk)``. ``tables[g]`` is the block table of group ``g``;
+    by default chunk ``i`` lies in block ``i + 1``.
+    """
+
+    def __init__(
+        self,
+        request_id: str = "r",
+        *,
+        num_tokens: int = 0,
+        hashes: Sequence[bytes] = (),
+        tables: Sequence[list[int]] | None = None,
+        local_hit_tokens: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.num_tokens = num_tokens
+        self.block_hashes = list(hashes)
+        self.tables = [list(table) for table in tables or [range(1, len(self.block_hashes) + 1)]]
+        self.local_hit_tokens = local_hit_tokens
+        self.cached_blocks: set[int] = set()
+        """Blocks that somebody else may be reading."""
+        self.hash_reads: list[range] = []
+        self.block_reads: list[tuple[int, int, int]] = []
+
+    @property
+    def num_hashes(self) -> int:
+        """The hash blocks that exist now."""
+        return len(self.block_hashes)
+
+    def hashes(self, first: int, end: int) -> Sequence[bytes]:
+        """Return the hashes ``[first, end)``."""
+        self.hash_reads.append(range(first, end))
+        return self.block_hashes[first:end]
+
+    def block_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
+        """Return a part of a group's block table."""
+        self.block_reads.append((group_id, first_chunk, end_chunk))
+        return self.tables[group_id][first_chunk:end_chunk]
+
+    def is_fresh_target(self, block_id: int) -> bool:
+        """Tell whether nobody reads the block."""
+        return block_id != NULL_BLOCK_ID and block_id not in self.cached_blocks
+
+    def local_hit_hint(self) -> int:
+        """Return what the test says the engine holds."""
+        return self.local_hit_tokens

@@ -1,0 +1,179 @@
+"""The lookup: the longest prefix that all ranks hold, asking as few keys as possible."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.groups import FullAttention
+from kvtide.core.keys import HashWindow, KeyMetadata
+from kvtide.core.lookup import FIRST_PROBE_CHUNKS, LookupHit, LookupQuery, drive, lookup
+from kvtide.testing.requests import fake_hashes
+
+BLOCK = 16
+
+
+class Presence:
+    """A presence function over a set of keys that counts what it is asked."""
+
+    def __init__(self, keys: set[str]) -> None:
+        self.keys = keys
+        self.asked: list[list[str]] = []
+
+    def __call__(self, keys: Sequence[str]) -> list[bool]:
+        self.asked.append(list(keys))
+        return [key in self.keys for key in keys]
+
+    @property
+    def num_asked(self) -> int:
+        return sum(map(len, self.asked))
+
+
+def databases(num_ranks: int = 1) -> list[ChunkedTokenDatabase]:
+    """One database per rank of one group."""
+    return [
+        ChunkedTokenDatabase.for_group(
+            KeyMetadata("ns", rank, 0), block_size=BLOCK, hash_block_size=BLOCK
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def run(
+    presence: Presence,
+    hashes: list[bytes],
+    *,
+    start_chunk: int = 0,
+    num_ranks: int = 1,
+    sentinels: tuple[bytes, ...] = (),
+) -> LookupHit:
+    """Look up everything from ``start_chunk`` on."""
+    query = LookupQuery(
+        start_chunk * BLOCK,
+        len(hashes) * BLOCK,
+        HashWindow(hashes[start_chunk:], first=start_chunk),
+        sentinels,
+    )
+    probe = lookup(query, [FullAttention(BLOCK)], [databases(num_ranks)], BLOCK)
+    return drive(probe, presence)
+
+
+def keys_of(hashes: list[bytes], *, rank: int = 0) -> list[str]:
+    """The keys of all chunks on one rank."""
+    database = databases(rank + 1)[rank]
+    return [database.key_for(value) for value in hashes]
+
+
+@given(
+    present=st.lists(st.booleans(), max_size=400),
+    start=st.integers(0, 20),
+)
+def test_the_hit_ends_at_the_first_gap(present: list[bool], start: int) -> None:
+    """Whatever lies behind a gap is of no use to full attention."""
+    hashes = fake_hashes(len(present))
+    start = min(start, len(present))
+    keys = keys_of(hashes)
+    presence = Presence({key for key, there in zip(keys, present, strict=True) if there})
+    expected = start
+    while expected < len(present) and present[expected]:
+        expected += 1
+    assert run(presence, hashes, start_chunk=start).hit_token == expected * BLOCK
+
+
+def test_a_cold_miss_of_a_long_prompt_costs_one_small_batch() -> None:
+    """131,072 tokens that nobody stored: 64 keys, one call."""
+    presence = Presence(set())
+    assert run(presence, fake_hashes(8192)).hit_token == 0
+    assert [len(keys) for keys in presence.asked] == [FIRST_PROBE_CHUNKS]
+
+
+def test_a_full_hit_asks_each_key_once_in_growing_batches() -> None:
+    """8,192 chunks in batches that double from 64 to 1,024; nothing is asked twice."""
+    hashes = fake_hashes(8192)
+    presence = Presence(set(keys_of(hashes)))
+    assert run(presence, hashes).hit_token == 8192 * BLOCK
+    asked = [key for keys in presence.asked for key in keys]
+    assert len(asked) == len(set(asked)) == 8192
+    assert [len(keys) for keys in presence.asked[:6]] == [64, 128, 256, 512, 1024, 1024]
+
+
+def test_what_the_engine_holds_is_not_asked() -> None:
+    """A lookup starts at the local hit."""
+    hashes = fake_hashes(100)
+    presence = Presence(set(keys_of(hashes)))
+    assert run(presence, hashes, start_chunk=95).hit_token == 100 * BLOCK
+    assert presence.asked == [keys_of(hashes)[95:]]
+
+
+def test_sentinels_ride_on_the_first_batch_and_do_not_change_the_hit() -> None:
+    """The ends of what the engine holds are asked in the same call."""
+    hashes = fake_hashes(10)
+    keys = keys_of(hashes)
+    presence = Presence(set(keys[4:8]))
+    hit = run(presence, hashes, start_chunk=4, sentinels=(hashes[0], hashes[3]))
+    assert hit == LookupHit(4 * BLOCK, 8 * BLOCK, sentinels_present=False)
+    assert presence.asked == [[keys[0], keys[3], *keys[4:]]]
+    presence = Presence(set(keys))
+    assert run(presence, hashes, start_chunk=4, sentinels=(hashes[0],)).sentinels_present
+
+
+def test_sentinels_are_asked_even_when_nothing_else_is() -> None:
+    """A prompt that the engine holds whole may still be missing in the store."""
+    hashes = fake_hashes(4)
+    presence = Presence(set())
+    hit = run(presence, hashes, start_chunk=4, sentinels=(hashes[0],))
+    assert hit == LookupHit(4 * BLOCK, 4 * BLOCK, sentinels_present=False)
+    assert presence.num_asked == 1
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 80))
+def test_a_chunk_counts_only_if_every_rank_has_it(
+    data: st.DataObject, num_ranks: int, num_chunks: int
+) -> None:
+    """Each rank's every key may be gone: the hit is the longest prefix that all ranks hold."""
+    hashes = fake_hashes(num_chunks)
+    holes = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, num_ranks - 1), st.integers(0, num_chunks - 1)), max_size=3
+        )
+    )
+    present = {key for rank in range(num_ranks) for key in keys_of(hashes, rank=rank)}
+    for rank, chunk in holes:
+        present.discard(keys_of(hashes, rank=rank)[chunk])
+    first_hole = min([chunk for _, chunk in holes], default=num_chunks)
+    presence = Presence(present)
+    assert run(presence, hashes, num_ranks=num_ranks).hit_token == first_hole * BLOCK
+
+
+def test_the_first_rank_decides_how_far_the_others_are_asked() -> None:
+    """A cold miss costs one batch whatever the number of ranks."""
+    presence = Presence(set())
+    run(presence, fake_hashes(500), num_ranks=8)
+    assert presence.num_asked == FIRST_PROBE_CHUNKS
+
+
+def test_a_hit_of_two_groups_ends_where_the_shorter_one_does() -> None:
+    """Groups of different block sizes meet at a common boundary."""
+    hashes = fake_hashes(32)
+    coordinator = Coordinator((FullAttention(16), FullAttention(64)), 16)
+    small = databases()[0]
+    large = ChunkedTokenDatabase("large", 64, BLOCK)
+    have = {small.key_for(value) for value in hashes[:30]}
+    have |= {large.key_for(hashes[i]) for i in (3, 7, 11)}
+    tokens = coordinator.find_longest_cache_hit(
+        32 * 16 + 1, hashes, [[small], [large]], Presence(have)
+    )
+    assert tokens == 3 * 64
+
+
+@pytest.mark.parametrize("num_tokens, expected", [(32, 16), (33, 32), (1, 0), (0, 0)])
+def test_one_token_always_remains_to_compute(num_tokens: int, expected: int) -> None:
+    """A prompt of exactly two blocks resumes after one: the bound is part of the search."""
+    hashes = fake_hashes(num_tokens // BLOCK)
+    presence = Presence(set(keys_of(hashes)))
+    coordinator = Coordinator((FullAttention(BLOCK),), BLOCK)
+    found = coordinator.find_longest_cache_hit(num_tokens, hashes, [databases()], presence)
+    assert found == expected

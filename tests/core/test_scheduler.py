@@ -1,0 +1,568 @@
+"""The scheduler side: only what is new is saved, within budgets, and every job's pins come back."""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from kvtide.core.admission import AdmissionLimits
+from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.groups import FullAttention
+from kvtide.core.jobs import JobEnd, JobReport, StepPlan, StoreJob, unpack_block_ids
+from kvtide.core.keys import KeyMetadata
+from kvtide.core.scheduler import (
+    UNKNOWN_PREFIX_ID,
+    PoolScheduler,
+    SavePolicy,
+    Scheduled,
+    SchedulerLimits,
+    StepEvents,
+)
+from kvtide.testing.lookups import ManualLookups
+from kvtide.testing.requests import RecordingRequest, fake_hashes
+
+BLOCK = 16
+COORDINATOR = Coordinator((FullAttention(BLOCK),), BLOCK)
+DATABASE = ChunkedTokenDatabase.for_group(
+    KeyMetadata("ns", 0, 0), block_size=BLOCK, hash_block_size=BLOCK
+)
+
+
+class Bench:
+    """A scheduler over a store that is a set of keys, with a clock the test moves."""
+
+    def __init__(
+        self,
+        *,
+        max_pinned_blocks: int = 1 << 20,
+        max_job_tokens: int = 1 << 20,
+        prefill: bool = True,
+        decode: bool = False,
+        num_ranks: int = 1,
+        **admission: Any,
+    ) -> None:
+        self.present: set[str] = set()
+        self.now_s = 0.0
+        self.lookups = ManualLookups(COORDINATOR, self.exists)
+        self.scheduler = PoolScheduler(
+            COORDINATOR,
+            self.lookups,
+            limits=SchedulerLimits(
+                max_pinned_blocks, max_job_tokens, first_delay_s=1.0, max_delay_s=4.0
+            ),
+            admission=AdmissionLimits(**admission),
+            saves=SavePolicy(prefill=prefill, decode=decode),
+            num_ranks=num_ranks,
+        )
+        self.pinned: Counter[int] = Counter()
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self.present for key in keys]
+
+    def arrive(self, view: RecordingRequest, namespace: str | None = "ns", **how: bool) -> None:
+        self.scheduler.on_new_request(view, namespace, self.now_s, **how)
+
+    def step(self, *scheduled: Scheduled, preempted: Sequence[RecordingRequest] = ()) -> StepPlan:
+        outcome = self.scheduler.step(StepEvents(preempted, scheduled), self.now_s)
+        self.pinned.update(outcome.pin_block_ids)
+        self.scheduler.check_integrity()
+        return outcome.plan
+
+    def report(self, report: JobReport) -> list[int]:
+        unpinned = self.scheduler.on_report(report, self.now_s)
+        self.pinned.subtract(unpinned)
+        self.pinned += Counter()
+        assert self.pinned.total() == self.scheduler.num_pinned_blocks
+        self.scheduler.check_integrity()
+        return unpinned
+
+    def end(self, jobs: Iterable[StoreJob], end: JobEnd = JobEnd.STORED) -> list[int]:
+        report = JobReport()
+        for job in jobs:
+            report.end(job.job_id, end)
+            if end is JobEnd.STORED:
+                hashes = list(job.hashes)
+                self.present.update(DATABASE.key_for(value) for value in hashes)
+        return self.report(report)
+
+
+def request(num_tokens: int, request_id: str = "r", **how: Any) -> RecordingRequest:
+    """A request whose every full block is hashed."""
+    return RecordingRequest(
+        request_id, num_tokens=num_tokens, hashes=fake_hashes(num_tokens // BLOCK), **how
+    )
+
+
+def prefill(view: RecordingRequest, computed: int, scheduled: int, *, first: bool) -> Scheduled:
+    """One prefill step."""
+    return Scheduled(view, computed, scheduled, first)
+
+
+def ranges(plan: StepPlan) -> list[tuple[int, int]]:
+    """The token ranges of a plan's store jobs."""
+    return [(job.start_token, job.end_token) for job in plan.stores]
+
+
+# ------------------------------------------------------------------ only what is new
+
+
+def test_each_step_of_a_chunked_prefill_saves_what_it_made_certain() -> None:
+    """Steps of 100 tokens in blocks of 16: ranges join, and touch only their own entries."""
+    bench, view = Bench(), request(350)
+    bench.arrive(view)
+    view.hash_reads.clear()
+    plans = [
+        bench.step(prefill(view, computed, 100, first=computed == 0))
+        for computed in (0, 100, 200, 300)
+    ]
+    assert [ranges(plan) for plan in plans] == [
+        [(0, 96)],
+        [(96, 192)],
+        [(192, 288)],
+        [(288, 336)],
+    ]
+    assert view.hash_reads == [range(0, 6), range(6, 12), range(12, 18), range(18, 21)]
+    assert view.block_reads == [(0, 0, 6), (0, 6, 12), (0, 12, 18), (0, 18, 21)]
+
+
+def test_a_step_touches_nothing_below_the_scheduled_offset_at_any_context() -> None:
+    """128k tokens in steps of 2,048: each step reads 128 hashes and 128 table entries."""
+    bench, view = Bench(), request(131072)
+    bench.arrive(view)
+    for step in range(64):
+        view.hash_reads.clear()
+        view.block_reads.clear()
+        bench.step(prefill(view, step * 2048, 2048, first=step == 0))
+        assert view.hash_reads == [range(step * 128, (step + 1) * 128)]
+        assert view.block_reads == [(0, step * 128, (step + 1) * 128)]
+
+
+def test_the_metadata_of_a_step_does_not_grow_with_the_context() -> None:
+    """A 2,048-token step pickles to as many bytes at 128k as at 2k."""
+    bench, view = Bench(), request(131072)
+    bench.arrive(view)
+    sizes = [
+        len(pickle.dumps(bench.step(prefill(view, step * 2048, 2048, first=step == 0))))
+        for step in range(64)
+    ]
+    assert max(sizes[1:]) <= 1.1 * min(sizes[1:])
+    assert sizes[-1] <= 1.1 * sizes[0]
+
+
+def test_only_accepted_tokens_are_certain() -> None:
+    """30 tokens, then 1 + 3 drafts of which one is accepted: chunk 2 waits for 32 tokens."""
+    for accepted in range(4):
+        bench = Bench(decode=True)
+        view = RecordingRequest(num_tokens=30, hashes=fake_hashes(1), tables=[[1, 2, 3]])
+        bench.arrive(view)
+        assert ranges(bench.step(Scheduled(view, 0, 30, is_admission=True))) == [(0, 16)]
+        plan = bench.step(Scheduled(view, 30, 4, is_admission=False))
+        assert ranges(plan) == [], "34 tokens are scheduled, but none of the drafts is hashed"
+        view.num_tokens = 31 + accepted
+        view.block_hashes = fake_hashes(view.num_tokens // BLOCK)
+        plan = bench.step(Scheduled(view, view.num_tokens - 1, 4, is_admission=False))
+        assert ranges(plan) == ([(16, 32)] if view.num_tokens >= 32 else [])
+
+
+def test_the_first_job_starts_where_the_engine_starts_to_compute() -> None:
+    """What was held or loaded is in the store already."""
+    bench, view = Bench(), request(160)
+    bench.arrive(view)
+    assert ranges(bench.step(prefill(view, 64, 96, first=True))) == [(64, 160)]
+
+
+def test_decode_is_saved_only_if_asked_for() -> None:
+    """Decode begins at the length the request had when it was admitted."""
+    for decode, expected in ((False, [(0, 32)]), (True, [(0, 32), (32, 48)])):
+        bench, view = Bench(decode=decode), request(40)
+        bench.arrive(view)
+        seen = ranges(bench.step(prefill(view, 0, 40, first=True)))
+        for num_tokens in range(41, 50):
+            view.num_tokens = num_tokens
+            view.block_hashes = fake_hashes(num_tokens // BLOCK)
+            view.tables = [[1, 2, 3, 4]]
+            seen += ranges(bench.step(Scheduled(view, num_tokens - 1, 1, is_admission=False)))
+        assert seen == expected
+
+
+def test_a_resumed_request_saves_what_it_generated_before_as_prefill() -> None:
+    """After a preemption the length at admission is the new border."""
+    bench, view = Bench(), request(40)
+    bench.arrive(view)
+    bench.step(prefill(view, 0, 40, first=True))
+    view.num_tokens = 70
+    view.block_hashes = fake_hashes(4)
+    view.tables = [[5, 6, 7, 8, 9]]
+    assert ranges(bench.step(preempted=[view])) == []
+    assert ranges(bench.step(prefill(view, 0, 70, first=True))) == [(0, 64)]
+
+
+def test_a_consumer_saves_no_prefill() -> None:
+    """With decode saving it starts with the chunk in which its prompt ends."""
+    bench, view = Bench(prefill=False), request(80)
+    bench.arrive(view)
+    assert ranges(bench.step(prefill(view, 0, 80, first=True))) == []
+    bench, view = Bench(prefill=False, decode=True), request(40)
+    bench.arrive(view)
+    assert ranges(bench.step(prefill(view, 0, 40, first=True))) == []
+    view.num_tokens = 49
+    view.block_hashes = fake_hashes(3)
+    view.tables = [[1, 2, 3, 4]]
+    assert ranges(bench.step(Scheduled(view, 48, 1, is_admission=False))) == [(32, 48)]
+
+
+def test_a_request_without_a_namespace_neither_saves_nor_loads() -> None:
+    """An adapter without a content digest could be any adapter."""
+    bench, view = Bench(), request(64)
+    bench.present = {DATABASE.key_for(value) for value in view.block_hashes}
+    bench.arrive(view, namespace=None)
+    assert bench.scheduler.match(view, 0, 0.0) == 0
+    assert not bench.step(prefill(view, 0, 64, first=True))
+
+
+def test_requests_the_pool_never_met_are_left_alone() -> None:
+    """They arrived before the pool knew how to name keys."""
+    bench, view = Bench(), request(64)
+    assert bench.scheduler.match(view, 0, 0.0) == 0
+    assert not bench.step(prefill(view, 0, 64, first=True))
+    bench.scheduler.on_allocated(view, 0)
+    bench.scheduler.on_finished("r")
+
+
+# ------------------------------------------------------------------ pins and budgets
+
+
+def test_a_job_is_cut_to_the_pin_budget_and_the_rest_follows() -> None:
+    """Ten blocks with a budget of four: on any later step, not only at a boundary."""
+    bench, view = Bench(max_pinned_blocks=4), request(160)
+    bench.arrive(view)
+    plans = [bench.step(prefill(view, 0, 160, first=True))]
+    assert ranges(plans[0]) == [(0, 64)]
+    assert not bench.step(Scheduled(view, 160, 1, is_admission=False)), "the budget is used up"
+    assert bench.end(plans[0].stores) == [4, 3, 2, 1]
+    assert ranges(bench.step(Scheduled(view, 160, 1, is_admission=False))) == [(64, 128)]
+
+
+def test_a_budget_below_one_block_still_lets_one_job_through() -> None:
+    """An engine whose cache holds just one small request saves too, block by block."""
+    bench, view = Bench(max_pinned_blocks=0), request(48)
+    bench.arrive(view)
+    plan = bench.step(prefill(view, 0, 48, first=True))
+    assert ranges(plan) == [(0, 16)]
+    assert not bench.step(Scheduled(view, 48, 1, is_admission=False))
+    bench.end(plan.stores)
+    assert ranges(bench.step(Scheduled(view, 48, 1, is_admission=False))) == [(16, 32)]
+
+
+def test_a_job_fits_into_staging_memory() -> None:
+    """Larger ranges are cut into several steps."""
+    bench, view = Bench(max_job_tokens=40), request(64)
+    bench.arrive(view)
+    assert ranges(bench.step(prefill(view, 0, 64, first=True))) == [(0, 32)]
+    assert ranges(bench.step(Scheduled(view, 64, 1, is_admission=False))) == [(32, 64)]
+
+
+def test_pins_end_when_every_rank_has_staged() -> None:
+    """Not before, and the end report releases nothing twice."""
+    bench, view = Bench(num_ranks=2), request(32)
+    bench.arrive(view)
+    [job] = bench.step(prefill(view, 0, 32, first=True)).stores
+    assert bench.scheduler.has_pins
+    assert bench.report(JobReport(staged=Counter({job.job_id: 1}))) == []
+    assert bench.report(JobReport(staged=Counter({job.job_id: 1}))) == [2, 1]
+    assert not bench.scheduler.has_pins
+    assert bench.end([job]) == []
+    assert bench.scheduler.num_open_jobs == 1
+    assert bench.end([job]) == []
+    assert bench.scheduler.num_open_jobs == 0
+    assert bench.end([job]) == [], "a report about a job nobody knows changes nothing"
+
+
+def test_an_end_report_alone_releases_the_pins() -> None:
+    """A job that was refused was never staged."""
+    bench, view = Bench(), request(32)
+    bench.arrive(view)
+    [job] = bench.step(prefill(view, 0, 32, first=True)).stores
+    assert bench.end([job], JobEnd.REFUSED) == [2, 1]
+
+
+def test_freed_blocks_are_skipped_and_counted() -> None:
+    """A null entry is neither pinned nor a source."""
+    bench, view = Bench(), request(48, tables=[[0, 0, 7]])
+    bench.arrive(view)
+    [job] = bench.step(prefill(view, 0, 48, first=True)).stores
+    assert bench.pinned == Counter([7])
+    assert list(unpack_block_ids(job.block_ids[0])) == [0, 0, 7]
+    assert bench.scheduler.counters["skipped_null_chunks"] == 2
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_failed_job_is_tried_again_from_the_saved_offset_after_a_while() -> None:
+    """The offset moves only over what every rank has stored."""
+    bench, view = Bench(), request(96)
+    bench.arrive(view)
+    first = bench.step(prefill(view, 0, 32, first=True)).stores
+    second = bench.step(prefill(view, 32, 32, first=False)).stores
+    third = bench.step(prefill(view, 64, 32, first=False)).stores
+    bench.end(third)
+    bench.end(second, JobEnd.FAILED)
+    assert not bench.step(Scheduled(view, 96, 1, is_admission=False)), "one job is still open"
+    bench.end(first)
+    assert not bench.step(Scheduled(view, 96, 1, is_admission=False)), "back-off"
+    bench.now_s = 1.0
+    assert ranges(bench.step(Scheduled(view, 96, 1, is_admission=False))) == [(32, 96)]
+
+
+def test_a_refused_job_makes_only_its_own_request_wait() -> None:
+    """Nothing is wrong with the store: others go on."""
+    bench = Bench()
+    one, other = request(32, "one"), request(32, "other")
+    for view in (one, other):
+        bench.arrive(view)
+    bench.end(bench.step(prefill(one, 0, 32, first=True)).stores, JobEnd.REFUSED)
+    assert ranges(bench.step(prefill(other, 0, 32, first=True))) == [(0, 32)]
+
+
+@pytest.mark.parametrize("end", [JobEnd.NO_SPACE, JobEnd.LOST])
+def test_no_space_or_a_lost_store_makes_the_whole_pool_wait(end: JobEnd) -> None:
+    """Then one job at a time asks whether it is over, until one succeeds."""
+    bench = Bench()
+    views = [request(64, f"r{i}") for i in range(4)]
+    for view in views:
+        bench.arrive(view)
+    bench.end(bench.step(prefill(views[0], 0, 32, first=True)).stores, end)
+    assert not bench.step(prefill(views[1], 0, 32, first=True))
+    bench.now_s = 1.0
+    probe = bench.step(prefill(views[1], 32, 32, first=False), prefill(views[2], 0, 32, first=True))
+    assert ranges(probe) == [(0, 64)]
+    bench.end(probe.stores, end)
+    bench.now_s = 2.9
+    assert not bench.step(prefill(views[2], 32, 32, first=False))
+    bench.now_s = 3.0
+    probe = bench.step(prefill(views[2], 32, 32, first=False))
+    bench.end(probe.stores)
+    plan = bench.step(
+        *(Scheduled(view, 64, 1, is_admission=view is views[3]) for view in (*views[:2], views[3]))
+    )
+    assert len(plan.stores) == 2, "back-off is over for requests whose own wait is over"
+
+
+def test_reports_about_an_earlier_life_change_only_their_own_pins() -> None:
+    """A preempted request resumes as another life; its first job ends late."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    old = bench.step(prefill(view, 0, 64, first=True)).stores
+    bench.step(preempted=[view])
+    new = bench.step(prefill(view, 0, 32, first=True)).stores
+    assert ranges(StepPlan(stores=new)) == [(0, 32)]
+    assert bench.end(old, JobEnd.FAILED) == [4, 3, 2, 1]
+    assert ranges(bench.step(prefill(view, 32, 32, first=False))) == [(32, 64)]
+
+
+def test_a_reused_request_id_does_not_inherit_anything() -> None:
+    """A finishes, another A arrives, and A's late report finds only its own pins."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    old = bench.step(prefill(view, 0, 64, first=True)).stores
+    bench.scheduler.on_finished("r")
+    again = request(64)
+    bench.arrive(again)
+    assert ranges(bench.step(prefill(again, 0, 32, first=True))) == [(0, 32)]
+    bench.end(old)
+    assert ranges(bench.step(prefill(again, 32, 32, first=False))) == [(32, 64)]
+    assert repr(bench.scheduler) == (
+        "<PoolScheduler [1 requests: 1 running | 2 jobs, 4 blocks pinned]>"
+    )
+
+
+def test_a_finished_requests_pins_come_back_with_its_report() -> None:
+    """The engine need not wait for the store: the job holds its own references."""
+    bench, view = Bench(), request(32)
+    bench.arrive(view)
+    jobs = bench.step(prefill(view, 0, 32, first=True)).stores
+    bench.scheduler.on_finished("r")
+    assert bench.scheduler.has_pins
+    bench.end(jobs)
+    assert not bench.scheduler.has_pins
+
+
+def test_a_request_resumed_as_a_new_one_starts_anew() -> None:
+    """Under the V2 runner a resumed request comes as new, sometimes without a notice."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    bench.step(prefill(view, 0, 64, first=True))
+    assert ranges(bench.step(prefill(view, 0, 64, first=True))) == [(0, 64)]
+
+
+# ------------------------------------------------------------------ loads
+
+
+def loaded(bench: Bench, view: RecordingRequest, *, computed: int = 0) -> int:
+    """Let the engine take all that is promised, and return it."""
+    num_tokens = bench.scheduler.match(view, computed, bench.now_s)
+    assert num_tokens
+    bench.scheduler.on_allocated(view, num_tokens)
+    return num_tokens
+
+
+def stored(bench: Bench, view: RecordingRequest) -> None:
+    """Put all of a request's chunks into the store."""
+    bench.present.update(DATABASE.key_for(value) for value in view.block_hashes)
+
+
+def test_a_hit_becomes_one_load_of_what_was_granted() -> None:
+    """The load job carries only the range beyond what the engine holds."""
+    bench, view = Bench(), request(81)
+    stored(bench, view)
+    bench.arrive(view)
+    assert bench.scheduler.match(view, 16, 0.0) == 64
+    bench.scheduler.on_allocated(view, 32)
+    [load] = bench.step().loads
+    assert (load.start_token, load.end_token) == (16, 48)
+    assert list(unpack_block_ids(load.block_ids[0])) == [2, 3]
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.counters["loaded_tokens"] == 32
+    bench.scheduler.on_allocated(view, 0)
+    plan = bench.step(prefill(view, 48, 33, first=True))
+    assert ranges(plan) == [(48, 80)]
+
+
+def test_a_prefix_travels_with_the_first_plan_that_uses_it() -> None:
+    """And with no later one."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    assert bench.step(prefill(view, 0, 32, first=True)).prefixes == {0: "ns"}
+    assert bench.step(prefill(view, 32, 32, first=False)).prefixes == {}
+
+
+def test_tokens_that_were_granted_but_never_promised_fail_on_every_rank() -> None:
+    """The engine waits for a report in any case."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    bench.scheduler.on_allocated(view, 32)
+    [load] = bench.step().loads
+    assert load.prefix_id == UNKNOWN_PREFIX_ID
+    assert load.request_id == "r"
+    bench.report(JobReport(failed_loads={"r": 0}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.counters["refused_loads"] == 1
+
+
+def test_loads_that_always_fail_cost_a_request_two_loads_at_most() -> None:
+    """The second answer ends before the chunk that failed, and there is no third."""
+    bench, view = Bench(), request(161)
+    stored(bench, view)
+    bench.arrive(view)
+    assert loaded(bench, view) == 160
+    bench.step()
+    bench.report(JobReport(failed_loads={"r": 150}))
+    bench.scheduler.on_load_finished("r")
+    assert loaded(bench, view) == 144
+    bench.step()
+    bench.report(JobReport(failed_loads={"r": 128}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.match(view, 0, 0.0) == 0
+    assert bench.scheduler.counters["loaded_tokens"] == 0
+    assert bench.scheduler.counters["failed_loads"] == 2
+
+
+def test_a_store_that_did_not_answer_a_load_is_left_alone_for_a_while() -> None:
+    """All requests compute meanwhile."""
+    bench, view, other = Bench(), request(33), request(33, "other")
+    stored(bench, view)
+    bench.arrive(view)
+    bench.arrive(other)
+    loaded(bench, view)
+    bench.step()
+    bench.report(JobReport(failed_loads={"r": 0}, lost_loads={"r"}))
+    assert bench.scheduler.match(other, 0, 0.5) == 0
+    assert bench.scheduler.match(other, 0, 1.0) == 32
+
+
+def test_a_load_that_ends_after_an_abort_gives_its_budget_back() -> None:
+    """The report is still due, and changes nothing else."""
+    bench, view = Bench(max_loads=1), request(33)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.scheduler.on_finished("r")
+    other = request(33, "other")
+    bench.arrive(other)
+    assert bench.scheduler.match(other, 0, 0.0) == 0
+    bench.report(JobReport(failed_loads={"r": 0}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.match(other, 0, 0.0) == 32
+
+
+def test_a_request_that_must_not_read_is_not_looked_up() -> None:
+    """Prompt logprobs need every token computed; its KV cache is saved all the same."""
+    bench, view = Bench(), request(64)
+    stored(bench, view)
+    bench.arrive(view, may_load=False)
+    assert bench.scheduler.match(view, 0, 0.0) == 0
+    assert bench.lookups.asked == []
+    assert ranges(bench.step(prefill(view, 0, 64, first=True))) == [(0, 64)]
+
+
+def test_a_preempted_request_is_looked_up_at_once() -> None:
+    """It has no second arrival; its own saved chunks are a hit."""
+    bench, view = Bench(), request(65)
+    bench.arrive(view)
+    bench.end(bench.step(prefill(view, 0, 65, first=True)).stores)
+    bench.step(preempted=[view])
+    assert bench.scheduler.counters["lookups"] == 2
+    assert bench.scheduler.match(view, 0, 0.0) == 64
+
+
+def test_the_engine_may_ask_for_a_preempted_request_before_it_says_so() -> None:
+    """A load promised in that very step must survive the notice that follows."""
+    bench, view = Bench(), request(65)
+    bench.arrive(view)
+    bench.end(bench.step(prefill(view, 0, 65, first=True)).stores)
+    assert loaded(bench, view) == 64
+    [load] = bench.step(preempted=[view]).loads
+    bench.scheduler.on_load_finished("r")
+    assert load.end_token == 64
+    assert bench.scheduler.counters["loaded_tokens"] == 64
+
+
+def test_what_the_store_lost_below_the_local_hit_is_repaired() -> None:
+    """The head was evicted in the store; this engine holds it and saves it again, cut to budget."""
+    bench, view = Bench(max_pinned_blocks=3), request(97, local_hit_tokens=64)
+    stored(bench, view)
+    bench.present.discard(DATABASE.key_for(view.block_hashes[0]))
+    bench.arrive(view)
+    assert bench.scheduler.match(view, 64, 0.0) == 32
+    bench.scheduler.on_allocated(view, 32)
+    bench.step()
+    bench.scheduler.on_load_finished("r")
+    assert ranges(bench.step(prefill(view, 96, 1, first=True))) == [(0, 48)]
+    assert bench.scheduler.counters["repairs"] == 1
+
+
+# ------------------------------------------------------------------ reset
+
+
+def test_after_a_reset_nothing_computed_before_is_saved_under_the_new_name() -> None:
+    """A running request waits for its next admission; a waiting one moves along at once."""
+    bench = Bench()
+    running, waiting = request(64, "running"), request(64, "waiting")
+    bench.arrive(running)
+    bench.arrive(waiting)
+    bench.step(prefill(running, 0, 32, first=True))
+    bench.scheduler.reset(lambda _: "new")
+    assert not bench.step(prefill(running, 32, 32, first=False))
+    plan = bench.step(prefill(waiting, 0, 64, first=True))
+    assert plan.prefixes == {1: "new"}
+    assert [job.prefix_id for job in plan.stores] == [1]
+    bench.step(preempted=[running])
+    plan = bench.step(prefill(running, 0, 64, first=True))
+    assert [job.prefix_id for job in plan.stores] == [1]
+    bench.scheduler.reset(lambda _: None)
+    assert not bench.step(prefill(running, 64, 1, first=False))

