@@ -33,10 +33,14 @@ class Batch:
                 f"a batch needs one list of segments per key: {len(self.keys)} keys, {len(self.addresses)} address lists, {len(self.sizes)} size lists"
             )
         if self.order is not None and len(self.order) != len(self.keys):
-            raise ValueError(f"a batch's order needs one entry per key: {len(self.keys)} keys, {len(self.order)} entries")
+            raise ValueError(
+                f"a batch's order needs one entry per key: {len(self.keys)} keys, {len(self.order)} entries"
+            )
         for addresses, sizes in zip(self.addresses, self.sizes, strict=True):
             if len(addresses) != len(sizes):
-                raise ValueError(f"a value needs one size per address: {len(addresses)} addresses, {len(sizes)} sizes")
+                raise ValueError(
+                    f"a value needs one size per address: {len(addresses)} addresses, {len(sizes)} sizes"
+                )
             if sizes and min(sizes) < 0:
                 raise ValueError(f"a segment's size cannot be negative: {min(sizes)}")
 
@@ -66,12 +70,16 @@ class Batch:
         length = len(self)
         return self.select([(i + offset) % length for i in range(length)]) if length else self
 
-    def split(self, *, max_keys: int | None = None, max_bytes: int | None = None) -> Iterator[Batch]:
+    def split(
+        self, *, max_keys: int | None = None, max_bytes: int | None = None
+    ) -> Iterator[Batch]:
         """Yield consecutive parts of at most ``max_keys`` keys and ``max_bytes`` bytes; a value larger than ``max_bytes`` travels alone."""
         start = total = 0
         for i in range(len(self)):
             size = self.value_bytes(i)
-            full = (max_keys is not None and i - start >= max_keys) or (max_bytes is not None and total + size > max_bytes)
+            full = (max_keys is not None and i - start >= max_keys) or (
+                max_bytes is not None and total + size > max_bytes
+            )
             if full and i > start:
                 yield self.select(range(start, i))
                 start, total = i, 0
@@ -88,5 +96,7 @@ class Batch:
             list(chain(batch.keys for batch in batches)),
             list(chain(batch.addresses for batch in batches)),
             list(chain(batch.sizes for batch in batches)),
-            list(chain(order for order in orders if order is not None)) if None not in orders else None,
+            list(chain(order for order in orders if order is not None))
+            if None not in orders
+            else None,
         )

@@ -88,9 +88,7 @@ class ChunkedTokenDatabase:
         )
         for chunk_id in range(first_chunk, end_chunk):
             relative = chunk_id - first_chunk
-            if chunk_mask is not None and not (
-                relative < len(chunk_mask) and chunk_mask[relative]
-            ):
+            if chunk_mask is not None and not (relative < len(chunk_mask) and chunk_mask[relative]):
                 continue
             if chunk_id % put_step != put_step_rank:
                 continue

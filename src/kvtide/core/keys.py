@@ -31,7 +31,9 @@ class BlockHashes(Sequence[bytes]):
 
     def __init__(self, blob: bytes, hash_bytes: int, *, first: int = 0) -> None:
         if hash_bytes <= 0 or len(blob) % hash_bytes:
-            raise ValueError(f"{len(blob)} bytes are not a whole number of {hash_bytes}-byte hashes")
+            raise ValueError(
+                f"{len(blob)} bytes are not a whole number of {hash_bytes}-byte hashes"
+            )
         self._blob = blob
         self._hash_bytes = hash_bytes
         self.first = first

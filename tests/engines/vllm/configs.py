@@ -62,6 +62,4 @@ def cache_config(*groups: tuple[Any, int], num_blocks: int = 64) -> Any:
                 block_stride=page,
             )
         )
-    return KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=specs
-    )
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=specs)
