@@ -230,7 +230,7 @@ def test_weights_out_of_reach_name_the_remedy(tmp_path: Path, model: str) -> Non
 def test_a_folder_without_weights_names_the_remedy(tmp_path: Path) -> None:
     """A folder with only a configuration is refused: the weights come from elsewhere."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no weights in .*weights_version"):
+    with pytest.raises(ConfigError, match=r"no weights in .*weights_version"):
         weights_identity(str(tmp_path))
 
 

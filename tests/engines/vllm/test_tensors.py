@@ -167,6 +167,23 @@ def test_a_layer_that_shares_anothers_cache_counts_once() -> None:
     round_trip(blocks, raw)
 
 
+def test_layers_of_one_allocation_are_copied_as_one() -> None:
+    """Equal layers at one distance are one copy; what breaks the pattern starts another."""
+    config = cache_config((attention_spec(), 6))
+    raw, caches = allocate(config)
+    blocks = TensorBlocks(caches, config, [0])
+    assert len(blocks._rows[0]) == 1
+    names = config.kv_cache_groups[0].layer_names
+    caches[names[2]] = caches[names[2]].clone()
+    names[4], names[5] = names[5], names[4]
+    mixed = TensorBlocks(caches, config, [0])
+    assert [high - low for low, high, _ in mixed._rows[0]] == [2 * 8192, 8192, 2 * 8192, 8192]
+    out = random_rows(mixed, 1, tail=0)
+    mixed.read(0, [9], out)
+    tensors_in_order = [caches[name][9].contiguous().view(torch.uint8) for name in names]
+    assert out.tobytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors_in_order)
+
+
 def layout_of(layout: str, traits: str = "", **spec: Any) -> Any:
     """Return the layout two layers of these settings have."""
     config = planned(layout, attention_spec(**spec), 2)
