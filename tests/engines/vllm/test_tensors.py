@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtide.core.layout import common_layout
+from kvtide.engines.vllm import rows as rows_module
 from kvtide.engines.vllm import tensors
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.errors import UnsupportedModelError
@@ -170,7 +171,7 @@ def test_a_layer_that_shares_anothers_cache_counts_once() -> None:
 def test_layers_of_one_allocation_are_copied_as_one() -> None:
     """Equal layers at one distance are one copy; what breaks the pattern starts another."""
     config = cache_config((attention_spec(), 6))
-    raw, caches = allocate(config)
+    _, caches = allocate(config)
     blocks = TensorBlocks(caches, config, [0])
     assert len(blocks._rows[0]) == 1
     names = config.kv_cache_groups[0].layer_names
@@ -331,7 +332,7 @@ def test_the_devices_indexing_agrees_with_the_hosts(
     config = planned(layout, attention_spec(), 3)
     _, caches = allocate(config, layout)
     host = TensorBlocks(caches, config, [0])
-    monkeypatch.setattr(tensors, "_HostRows", tensors._TorchRows)
+    monkeypatch.setattr(rows_module, "HostRows", rows_module.TorchRows)
     monkeypatch.setattr(tensors, "DEVICE_STAGING_BYTES", 3 * 8192 * 2)
     device = TensorBlocks(caches, config, [0])
     ids = np.array([9, 3, 60, 0, 33])
