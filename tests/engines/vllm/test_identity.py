@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvtide.core.keys import CacheIdentity
+from kvtide.engines.adapters import PENDING, AdapterDigests
 from kvtide.engines.vllm import identity as module
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.translate import translate_groups
@@ -73,7 +75,7 @@ def test_two_processes_agree_exactly(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
@@ -291,3 +293,23 @@ def test_an_architecture_of_its_own_changes_it(
     first = make_folder(tmp_path / "a")
     second = make_folder(tmp_path / "b", config={**LLAMA, "rms_norm_eps": 1e-3})
     assert identity_of(make_config(first)) != identity_of(make_config(second))
+
+
+def test_a_requests_adapter_is_told_by_content(tmp_path: Path) -> None:
+    """No adapter, one that is being read, one that is known and one replaced in place."""
+    from vllm.lora.request import LoRARequest
+
+    digests = AdapterDigests(digest=lambda path: f"digest of {path}")
+    lora = LoRARequest("name", 1, str(tmp_path))
+    fused = LoRARequest("name", 1, str(tmp_path), is_3d_lora_weight=True)
+    assert module.adapter_identity(digests, None) == ""
+    assert module.adapter_identity(digests, lora) is PENDING
+    deadline = time.monotonic() + 10
+    while module.adapter_identity(digests, lora) is PENDING and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert module.adapter_identity(digests, lora) == f"digest of {tmp_path}"
+    assert module.adapter_identity(digests, fused) == f"digest of {tmp_path}:3d"
+    again = LoRARequest("name", 1, str(tmp_path), load_inplace=True)
+    assert module.adapter_identity(digests, again) is None
+    assert module.adapter_identity(digests, lora) is None
+    digests.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,16 +31,34 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
         package.Nonsense  # noqa: B018
 
 
+STUB = """
+import sys, types
+registered = []
+factory = types.ModuleType("factory")
+factory.KVConnectorFactory = types.SimpleNamespace(
+    register_connector=lambda *names: registered.append(names))
+place = "vllm.distributed.kv_transfer.kv_connector.factory"
+parts = place.split(".")
+for number in range(1, len(parts)):
+    sys.modules[".".join(parts[:number])] = types.ModuleType("package")
+sys.modules[place] = factory
+import kvtide.engines.vllm
+print(registered, sorted(name for name in sys.modules if name.startswith("kvtide.")),
+      "torch" in sys.modules)
+"""
+
+
 def test_importing_the_package_loads_no_connector() -> None:
     """Every process of the engine may import it: only the name is registered."""
-    code = (
-        "import sys, kvtide.engines.vllm as package;"
-        "loaded = [m for m in sys.modules if m.startswith('kvtide.')];"
-        "print(sorted(loaded))"
-    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", STUB],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    assert done.stdout.splitlines()[-1] == str(
-        ["kvtide.engines", "kvtide.engines.vllm", "kvtide.engines.vllm.registration"]
-    )
+    loaded = ["kvtide.engines", "kvtide.engines.vllm", "kvtide.engines.vllm.registration"]
+    name = (CONNECTOR_NAME, "kvtide.engines.vllm", CONNECTOR_NAME)
+    assert done.stdout.strip() == f"{[name]} {loaded} False"

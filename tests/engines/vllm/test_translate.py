@@ -155,9 +155,15 @@ def test_a_model_without_attention_is_refused(config: Any) -> None:
         translate_groups(cache_config(), config)
 
 
-def test_block_sizes_the_engine_rejects_are_a_setting_error(config: Any) -> None:
-    """A match unit finer than the only group's blocks is told as vLLM tells it."""
-    config.cache_config.prefix_match_unit = 16
+def test_block_sizes_the_engine_rejects_are_a_setting_error(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM says against its own block sizes is passed on as a wrong setting."""
+
+    def reject(*_: object) -> tuple[int, int]:
+        raise ValueError("Invalid prefix_match_unit=16")
+
+    monkeypatch.setattr(features.kv_cache_utils, "resolve_kv_cache_block_sizes", reject)
     with pytest.raises(ConfigError, match="prefix_match_unit=16"):
         translate_groups(cache_config((attention_spec(), 4)), config)
 
