@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -38,8 +37,7 @@ class ExtentKind(IntEnum):
     RESERVED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Neighbouring pages with one fate. ``tail`` is the key of a value or the packed owner."""
 
     first_page: int
