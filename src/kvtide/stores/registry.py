@@ -121,7 +121,7 @@ class _SharedStore:
 
 @dataclass(slots=True)
 class _Registry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     open: dict[str, _SharedStore] = field(default_factory=dict)
     inherited: list[dict[str, _SharedStore]] = field(default_factory=list)
 
@@ -137,7 +137,7 @@ class _Registry:
     def forget_parent(self) -> None:
         # The parent's stores are kept alive, not closed: closing them here would close the
         # parent's. The lock may have been held by a thread that this process does not have.
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.inherited.append(self.open)
         self.open = {}
 
