@@ -45,6 +45,7 @@ DEFAULT_LOCK_TIMEOUT_S = 2.0
 _SETUP_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_PATH_EVERY_S = 1.0
+_READERS_PAUSE_S = 1e-3
 _MAX_BYTES_AT_ONCE = 256 << 20
 
 # How many laps of the hand a value survives when new and after each touch. Measured on two traces:
@@ -230,17 +231,21 @@ class LocalStore(Store):
             self._slab.chances[pages] = self._slab.worth[pages]
 
     def _write(self, change: Callable[[], T]) -> T | None:
-        """Run ``change`` as the only writer; None if that was not possible now."""
-        try:
-            with self._locks.writing(self._lock_timeout_s):
-                try:
+        """Run ``change`` as the only writer; None if that was not possible in time."""
+        deadline = time.monotonic() + self._lock_timeout_s
+        while True:
+            try:
+                with self._locks.writing(self._lock_timeout_s):
                     return self._change(change)
-                except lmdb.MapFullError:
-                    # Readers that died kept old versions of the index alive.
-                    self._index.clear_dead_readers()
-                    return self._change(change)
-        except (LockTimeoutError, lmdb.MapFullError):
-            return None
+            except LockTimeoutError:
+                return None
+            except lmdb.MapFullError:
+                # A reader that died, or was preempted, keeps old versions of the index alive. The
+                # transaction was undone; once the reader is gone its pages can be used.
+                self._index.clear_dead_readers()
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_READERS_PAUSE_S)
 
     def _change(self, change: Callable[[], T]) -> T:
         # Other threads only append to the list, and only a writer takes from it.
