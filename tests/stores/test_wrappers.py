@@ -166,7 +166,7 @@ def test_a_delay_lets_the_call_through() -> None:
 
 
 def test_a_hang_ends_with_release() -> None:
-    """HANG holds the call until the test lets go; then it does its work, and none hangs again."""
+    """HANG holds the call until the test lets go; then it does its work. Later calls hang anew."""
     store, _ = faulty(Fault(FaultKind.HANG, "exists"))
     answers: list[list[bool]] = []
     thread = threading.Thread(target=lambda: answers.append(store.exists(["a"])))
@@ -176,6 +176,12 @@ def test_a_hang_ends_with_release() -> None:
     store.release()
     thread.join()
     assert answers == [[True]]
+    again = threading.Thread(target=lambda: answers.append(store.exists(["a"])))
+    again.start()
+    assert store.wait_until_hanging()
+    store.script = ()
+    store.release()
+    again.join()
     assert store.exists(["a"]) == [True]
 
 

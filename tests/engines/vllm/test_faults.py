@@ -105,7 +105,6 @@ def heal(one: InProcessEngine, store: FaultyStore) -> None:
     store.script = ()
     store.release()
     one.settle()
-    one.step_until(lambda: not one.worker.usage().total())
     time.sleep(OPTIONS["max_backoff_s"])
 
 
@@ -127,6 +126,8 @@ def test_a_fault_costs_recomputation_only(
     jobs_before = one.counters["load_jobs"]
     assert one.generate(prompt) == [want]
     one.step_until(lambda: not one.pool.has_pins, limit_s=20.0)
+    # Even a call that hangs ends its jobs: by their deadline.
+    one.settle()
     assert one.counters["load_jobs"] - jobs_before <= 2
     if fault.name not in TRIGGERED_BY_REMOVE:
         assert store.injected.total() > injected, "a fault that never happened proves nothing"
@@ -184,18 +185,3 @@ def hashes_of(one: InProcessEngine, prompt: list[int]) -> list[bytes]:
         block_hasher=one.core.request_block_hasher,
     )
     return list(request.block_hashes)
-
-
-def test_shutting_down_with_a_put_that_hangs_ends_in_time(model: Path) -> None:
-    """vLLM kills its workers after 5 s; the store call is abandoned before that."""
-    import kvtide_faulty
-
-    with engine(model, "faulty://hanging", options={"save_timeout_s": 30.0}) as one:
-        store = kvtide_faulty.opened["hanging"]
-        store.script = (Fault(FaultKind.HANG, "put"),)
-        one.generate(prompt_of(200))
-        one.step_until(lambda: not one.pool.has_pins)
-        begun_s = time.monotonic()
-        one.close_connectors()
-        assert time.monotonic() - begun_s < 5.0
-        store.release()

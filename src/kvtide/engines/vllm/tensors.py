@@ -245,9 +245,11 @@ def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None)
 
 
 def _device_faults(devices: set[torch.device]) -> list[str]:
+    if not devices:  # every layer has a fault of its own
+        return []
     if len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda"):
         return []
-    names = ", ".join(sorted(str(device) for device in devices)) or "no device"
+    names = ", ".join(sorted(str(device) for device in devices))
     return [f"the KV cache lies on {names}: kvtide copies from the CPU or from one CUDA device"]
 
 
