@@ -202,7 +202,7 @@ class PoolConfig:
         "bytes",
         "a size of at least 1MiB",
         _size(1 << 20),
-        "Memory per worker in which saved blocks wait for the store.",
+        "Memory per worker in which saved blocks wait for the store; loads take as much again.",
     )
     save_timeout_s: float = _option(
         30,
