@@ -14,7 +14,7 @@ OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result. ``peer`` is what it is compared with, ``goal`` a bound on ``ratio`` or the value."""
+    """One result: ``peer`` is what it is compared with, ``goal`` bounds ``ratio`` or ``kvtide``."""
 
     bench: str
     case: str
