@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,28 +46,37 @@ class ScriptedStore(Store):
         return hook(keys) if hook else None
 
     def register(self, region: Region) -> None:
+        """Remember a region."""
         self.regions.append(region)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Look the keys up."""
         answer = self._hook("exists", keys)
         return [key in self.values for key in keys] if answer is None else answer
 
     def put(self, batch: Batch) -> list[Status]:
+        """Store what the hook did not fail."""
         # The bytes are taken when the call is over, as a transfer engine may: rows that are
         # freed too early show.
         answer = self._hook("put", batch.keys)
         self.orders.append(batch.order)
         for key, addresses, sizes in zip(batch.keys, batch.addresses, batch.sizes, strict=True):
-            assert all(any(r.contains(a, s) for r in self.regions) for a, s in zip(addresses, sizes))
+            assert all(
+                any(r.contains(a, s) for r in self.regions)
+                for a, s in zip(addresses, sizes, strict=True)
+            )
             value = b"".join(map(ctypes.string_at, addresses, sizes))
-            status = Status.OK if answer is None else (*answer, Status.FAILED)[
-                min(batch.keys.index(key), len(answer))
-            ]
+            status = (
+                Status.OK
+                if answer is None
+                else (*answer, Status.FAILED)[min(batch.keys.index(key), len(answer))]
+            )
             if status is Status.OK:
                 self.values.setdefault(key, value)
         return [Status.OK] * len(batch) if answer is None else answer
 
     def get(self, batch: Batch) -> list[Status]:
+        """Copy the values out, after the hook."""
         answer = self._hook("get", batch.keys)
         statuses = []
         for i, key in enumerate(batch.keys):
@@ -81,14 +91,14 @@ class ScriptedStore(Store):
         return statuses if answer is None else answer
 
     def remove(self, keys: Sequence[str]) -> list[Status]:
+        """Forget the keys."""
         answer = self._hook("remove", keys)
         if answer is not None:
             return answer
-        return [
-            Status.MISSING if self.values.pop(key, None) is None else Status.OK for key in keys
-        ]
+        return [Status.MISSING if self.values.pop(key, None) is None else Status.OK for key in keys]
 
     def close(self) -> None:
+        """Count the call."""
         self.num_closes += 1
 
     def keys_of(self, method: str) -> list[str]:
@@ -104,6 +114,7 @@ class Hang:
         self.released = threading.Event()
 
     def __call__(self, _keys: Sequence[str]) -> None:
+        """Block."""
         self.entered.set()
         assert self.released.wait(WAIT_S)
 
@@ -115,6 +126,7 @@ class Clock:
         self.now_s = 1000.0
 
     def __call__(self) -> float:
+        """The time now, in seconds."""
         return self.now_s
 
 
@@ -248,4 +260,5 @@ class Rank:
 
     def ends(self, job: StoreJob) -> list[str]:
         """How a store job ended, once per report."""
-        return [end.value for end in self.report.ended.get(job.job_id, {}).elements()]  # type: ignore[union-attr]
+        ends = self.report.ended.get(job.job_id, Counter())
+        return [end.value for end in ends.elements()]

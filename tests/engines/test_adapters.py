@@ -22,7 +22,7 @@ def make_adapter(path: Path, seed: int = 1) -> Path:
     return path
 
 
-def settle(ask: Callable[[], str | None | Pending]) -> str | None:
+def settle(ask: Callable[[], str | Pending | None]) -> str | None:
     """Ask until the answer is no longer pending."""
     deadline = time.monotonic() + 10
     while (answer := ask()) is PENDING:

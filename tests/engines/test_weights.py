@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -152,7 +151,7 @@ def test_a_broken_header_is_no_crash(tmp_path: Path) -> None:
 
 
 def test_reading_is_bounded_however_large_the_model(tmp_path: Path) -> None:
-    """A sparse 40 GB model of many tensors costs well under a second."""
+    """Of a sparse 40 GB model of many tensors, some tens of megabytes are read."""
     folder = tmp_path / "a"
     folder.mkdir()
     size = 10 * 1024**3
@@ -165,10 +164,15 @@ def test_reading_is_bounded_however_large_the_model(tmp_path: Path) -> None:
         path = folder / f"model-{number}.safetensors"
         path.write_bytes(len(header).to_bytes(8, "little") + header)
         os.truncate(path, size)
-    start = time.perf_counter()
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+    before = bytes_read()
     weights_identity(str(folder))
-    assert time.perf_counter() - start < 2.0
-    assert weights.MAX_READS * weights.SAMPLE_BYTES <= 16 * 1024**2
+    samples = weights.MAX_READS * weights.SAMPLE_BYTES
+    assert samples <= 16 * 1024**2
+    assert bytes_read() - before < samples + 4 * (len(header) + 4 * weights.END_BYTES)
 
 
 def test_a_repository_id_becomes_its_commit(tmp_path: Path) -> None:
@@ -230,7 +234,7 @@ def test_weights_out_of_reach_name_the_remedy(tmp_path: Path, model: str) -> Non
 def test_a_folder_without_weights_names_the_remedy(tmp_path: Path) -> None:
     """A folder with only a configuration is refused: the weights come from elsewhere."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no weights in .*weights_version"):
+    with pytest.raises(ConfigError, match=r"no weights in .*weights_version"):
         weights_identity(str(tmp_path))
 
 

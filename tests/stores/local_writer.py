@@ -31,9 +31,14 @@ PHASES = (
 )
 
 
+def seeded(seed: int | str) -> random.Random:
+    """Return a generator that always says the same."""
+    return random.Random(seed)  # noqa: S311 - chance here is not secret
+
+
 def size_of(key: str) -> int:
     """Return the size every process gives the value of ``key``, in bytes."""
-    return random.Random(key).choice([700, 5_000, 40_000, 150_000])
+    return seeded(key).choice([700, 5_000, 40_000, 150_000])
 
 
 def choose(generator: random.Random, num_keys: int) -> list[tuple[str, bytes]]:
@@ -91,7 +96,7 @@ class _TrappedTxn:
     def __enter__(self) -> Any:
         return self._txn.__enter__()
 
-    def __exit__(self, *args: Any) -> Any:
+    def __exit__(self, *args: object) -> Any:
         self._trap.spring()
         return self._txn.__exit__(*args)
 
@@ -135,7 +140,7 @@ def main(arguments: Sequence[str]) -> None:
     path, seed, signal_name, phase, num_puts = arguments
     store = LocalStore(path, lock_timeout_s=20.0)
     arena = Arena(store)
-    generator = random.Random(int(seed))
+    generator = seeded(int(seed))
     trap = _Trap(signal.Signals[signal_name])
     arm = install(store, trap, phase)
     number = 0
@@ -145,7 +150,8 @@ def main(arguments: Sequence[str]) -> None:
         # A batch with a key of its own, so that there is something to reserve.
         own = f"own-{seed}-{number}"
         statuses = arena.put([*choose(generator, 3), (own, value_of(own, size_of(own)))])
-        print(number, *(status.value for status in statuses), flush=True)
+        sys.stdout.write(f"{number} {' '.join(status.value for status in statuses)}\n")
+        sys.stdout.flush()
         number += 1
 
 

@@ -19,8 +19,7 @@ from kvtide.stores.local import LocalStore
 from kvtide.stores.local_index import ENTRY, encode_key, num_pages_of
 from kvtide.testing import Arena, StoreMachine, StoreTests, value_of
 from kvtide.testing.store_tests import SMALL_BYTES
-
-PAGE = 4096
+from stores.local_checks import PAGE, check_extents
 
 
 class TestLocalStore(StoreTests):
@@ -29,9 +28,11 @@ class TestLocalStore(StoreTests):
     can_be_lost = True
 
     def open(self, directory: Path) -> Store:
+        """An empty store of ample size."""
         return LocalStore(directory / "pool", 16 << 20, lock_timeout_s=0.05)
 
     def open_small(self, directory: Path) -> Store:
+        """An empty store that is soon full."""
         return LocalStore(directory / "pool", SMALL_BYTES)
 
     def raw_put(self, store: Store, key: str, value: bytes) -> None:
@@ -57,6 +58,7 @@ class TestLocalStore(StoreTests):
             txn.put(encoded, ENTRY.pack(1000, len(value), first), db=index._keys)
 
     def raw_get(self, store: Store, key: str) -> bytes | None:
+        """Read past the store's methods."""
         assert isinstance(store, LocalStore)
         with store._index._env.begin(db=store._index._keys) as txn:
             record = txn.get(encode_key(key))
@@ -66,11 +68,13 @@ class TestLocalStore(StoreTests):
         return (store.path / "slab").read_bytes()[first * PAGE :][:num_bytes]
 
     def lose(self, store: Store) -> None:
+        """Take the backend away."""
         assert isinstance(store, LocalStore)
         shutil.rmtree(store.path)
         store._next_path_check = 0.0
 
     def obstructed(self, store: Store) -> AbstractContextManager[object]:
+        """Keep the backend from answering."""
         assert isinstance(store, LocalStore)
         return store._locks.writing(1.0)
 
@@ -79,10 +83,12 @@ class _Machine(StoreMachine):
     size_bytes = 8 << 20
 
     def open(self) -> Store:
+        """An empty store of ample size."""
         self.directory = tempfile.TemporaryDirectory(prefix="kvtide-test-")
         return LocalStore(Path(self.directory.name) / "pool", self.size_bytes)
 
     def teardown(self) -> None:
+        """Close the store and remove what it left."""
         super().teardown()
         if hasattr(self, "directory"):
             self.directory.cleanup()
@@ -117,31 +123,6 @@ def small(path: Path) -> Iterator[LocalStore]:
     store = LocalStore(path, 64 * PAGE)
     yield store
     store.close()
-
-
-def check_extents(store: LocalStore) -> dict[str, int]:
-    """Check that the extents cover the slab without gap or overlap, and agree with the keys.
-
-    Returns the pages that are free, hold values, and are reserved.
-    """
-    pages = {"free": 0, "value": 0, "reserved": 0}
-    index = store._index
-    with index._env.begin() as txn:
-        expected_first, by_key = 0, {}
-        for page, record in txn.cursor(index._extents):
-            first, num_pages = int.from_bytes(page, "big"), int.from_bytes(record[:4], "little")
-            assert first == expected_first
-            expected_first += num_pages
-            pages[("free", "value", "reserved")[record[4]]] += num_pages
-            if record[4] == 1:
-                by_key[bytes(record[13:])] = (first, record[5:13])
-        assert expected_first == store.size_bytes // PAGE
-        found = {}
-        for key, entry in txn.cursor(index._keys):
-            generation, _, first = ENTRY.unpack(entry)
-            found[bytes(key)] = (first, generation.to_bytes(8, "little"))
-        assert found == by_key
-    return pages
 
 
 def test_a_pool_outlives_its_process(path: Path) -> None:
@@ -326,7 +307,7 @@ def test_a_directory_of_someone_else_is_refused(path: Path) -> None:
     (path / "thesis.txt").write_text("precious")
     with pytest.raises(StoreOpenError, match=r"holds other files \(thesis.txt\)"):
         LocalStore(path, 1 << 20)
-    assert os.listdir(path) == ["thesis.txt"]
+    assert [entry.name for entry in path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_file_is_refused(path: Path) -> None:
@@ -361,7 +342,7 @@ def test_another_format_is_refused(path: Path) -> None:
         LocalStore(path)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{\"format_version\": 1}"])
+@pytest.mark.parametrize("text", ["", "[1]", '{"format_version": 1}'])
 def test_a_damaged_marker_is_refused(path: Path, text: str) -> None:
     """A marker that cannot be understood is never guessed at."""
     LocalStore(path, 1 << 20).close()
@@ -414,7 +395,7 @@ def test_the_default_size_is_half_of_what_is_free(
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    "url, says",
     [
         ("local://dev/shm/x", "local:///dev/shm/x"),
         ("local://", "needs the path"),

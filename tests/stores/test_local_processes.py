@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
@@ -12,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from local_writer import NUM_KEYS, PHASES, choose, size_of
-from test_local import check_extents
 
 from kvtide.stores import Status
 from kvtide.stores.local import LocalStore
 from kvtide.testing import Arena, value_of
+from stores.local_checks import check_extents
+from stores.local_writer import NUM_KEYS, PHASES, choose, seeded, size_of
 
 POOL_BYTES = 2 << 20
 WAIT_S = 30.0
@@ -54,7 +53,7 @@ def reading(store: LocalStore) -> Iterator[list[str]]:
     stop, faults = threading.Event(), []
 
     def read(seed: int) -> None:
-        arena, generator = Arena(store), random.Random(seed)
+        arena, generator = Arena(store), seeded(seed)
         while not stop.is_set():
             asked = [(key, size_of(key)) for key, _ in choose(generator, 4)]
             for (key, size), (status, found) in zip(asked, arena.get(asked), strict=True):
@@ -100,14 +99,14 @@ def test_writers_killed_in_every_phase_of_a_put(store: LocalStore) -> None:
     No get returns wrong bytes, no key is left without its value, no page stays reserved.
     """
     arena = Arena(store)
-    arena.put(choose(random.Random(0), 40))
+    arena.put(choose(seeded(0), 40))
     with reading(store) as faults, writer(store, 99, phase="anywhere") as survivor:
         for seed in range(24):
             phase = PHASES[seed % len(PHASES)]
             with writer(store, seed, phase=phase, after=seed // len(PHASES) + 1) as victim:
                 assert victim.stdout is not None
                 victim.stdout.readline()
-                arena.put(choose(random.Random(1_000 + seed), 3))
+                arena.put(choose(seeded(1_000 + seed), 3))
                 if phase != "anywhere":
                     assert victim.wait(WAIT_S) == -signal.SIGKILL
         assert survivor.poll() is None
@@ -116,12 +115,24 @@ def test_writers_killed_in_every_phase_of_a_put(store: LocalStore) -> None:
     check_whole_capacity(store)
 
 
+@pytest.mark.parametrize("phase", PHASES[:-1])
+def test_a_single_death_leaves_a_full_pool_sound(store: LocalStore, phase: str) -> None:
+    """After one death in a full pool, and before anyone writes, every key still has its value."""
+    arena, generator = Arena(store), seeded(1)
+    for _ in range(30):
+        arena.put(choose(generator, 4))
+    with writer(store, 0, phase=phase, after=1) as victim:
+        assert victim.wait(WAIT_S) == -signal.SIGKILL
+    assert check_quiet(store) > 0
+    check_whole_capacity(store)
+
+
 def test_a_stopped_writer_keeps_its_pages(store: LocalStore) -> None:
-    """A writer that stops in the middle of its copy is not overtaken: its value is right in the end."""
+    """A writer that stops in the middle of its copy is not overtaken: its value is right."""
     with writer(store, 7, sends="SIGSTOP", phase="copied", after=0) as stopped:
         wait_until_stopped(stopped)
         arena = Arena(store)
-        generator = random.Random(3)
+        generator = seeded(3)
         for _ in range(60):
             statuses = arena.put(choose(generator, 4))
             assert set(statuses) <= {Status.OK, Status.NO_SPACE}
@@ -134,7 +145,7 @@ def test_a_stopped_writer_keeps_its_pages(store: LocalStore) -> None:
 
 
 def test_a_writer_stopped_with_the_lock_fails_others_in_time(store: LocalStore) -> None:
-    """Who waits for a stopped writer's lock is answered FAILED; gets go on; the lock then returns."""
+    """Who waits for a stopped writer's lock is answered FAILED; gets go on; the lock returns."""
     arena = Arena(store)
     arena.put([("a", b"abc")])
     store._lock_timeout_s = 0.05
@@ -150,7 +161,9 @@ def test_a_writer_stopped_with_the_lock_fails_others_in_time(store: LocalStore) 
 
 def test_processes_see_what_others_put(store: LocalStore) -> None:
     """A key put by one process exists in another."""
-    with writer(store, 5, phase="anywhere") as other:
+    # The other stops in its second put, before it can evict what it put first.
+    with writer(store, 5, sends="SIGSTOP", phase="reserved", after=1) as other:
+        wait_until_stopped(other)
         assert other.stdout is not None
         assert other.stdout.readline().startswith("0 ")
         assert store.exists(["own-5-0"]) == [True]

@@ -19,16 +19,20 @@ class TestMemoryStore(StoreTests):
     """The laws."""
 
     def open(self, directory: Path) -> Store:
+        """An empty store of ample size."""
         return MemoryStore()
 
     def open_small(self, directory: Path) -> Store:
+        """An empty store that is soon full."""
         return MemoryStore(SMALL_BYTES)
 
     def raw_put(self, store: Store, key: str, value: bytes) -> None:
+        """Write past the store's methods."""
         assert isinstance(store, MemoryStore)
         store._values[key] = np.frombuffer(value, dtype=np.uint8)
 
     def raw_get(self, store: Store, key: str) -> bytes | None:
+        """Read past the store's methods."""
         assert isinstance(store, MemoryStore)
         value = store._values.get(key)
         return None if value is None else value.tobytes()
@@ -38,6 +42,7 @@ class RoomyMachine(StoreMachine):
     """Histories in which nothing may vanish."""
 
     def open(self) -> Store:
+        """An empty store of ample size."""
         return MemoryStore(8 << 20)
 
 
@@ -47,6 +52,7 @@ class TightMachine(StoreMachine):
     may_evict = True
 
     def open(self) -> Store:
+        """An empty store of ample size."""
         return MemoryStore(256 << 10)
 
 
@@ -115,7 +121,7 @@ class open_again:  # noqa: N801 - reads as a call
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    "url, says",
     [
         ("memory://a?sise=1GiB", "did you mean 'size'?"),
         ("memory://a?size=lots", "'lots' is not a size"),

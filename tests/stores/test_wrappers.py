@@ -1,4 +1,4 @@
-"""Wrappers keep the contract of what they wrap; CountingStore counts, FaultyStore fails on script."""
+"""Wrappers keep the contract; CountingStore counts, FaultyStore fails on a script."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ class WrapperTests(StoreTests):
     wrap: Callable[[Store], WrapperStore]
 
     def open(self, directory: Path) -> Store:
+        """An empty store of ample size."""
         return type(self).wrap(MemoryStore())
 
     def open_small(self, directory: Path) -> Store:
+        """An empty store that is soon full."""
         return type(self).wrap(MemoryStore(SMALL_BYTES))
 
     def raw_put(self, store: Store, key: str, value: bytes) -> None:
+        """Write past the store's methods."""
         assert isinstance(store, WrapperStore)
         assert isinstance(store.inner, MemoryStore)
         store.inner._values[key] = np.frombuffer(value, dtype=np.uint8)
 
     def raw_get(self, store: Store, key: str) -> bytes | None:
+        """Read past the store's methods."""
         assert isinstance(store, WrapperStore)
         assert isinstance(store.inner, MemoryStore)
         value = store.inner._values.get(key)
@@ -66,6 +70,7 @@ class TestLostStore(WrapperTests):
     can_be_lost = True
 
     def lose(self, store: Store) -> None:
+        """Take the backend away."""
         assert isinstance(store, FaultyStore)
         store.script = (Fault(FaultKind.LOST),)
 
@@ -202,7 +207,7 @@ def test_a_hang_has_a_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"),
+    "kind, method",
     [(FaultKind.NO_SPACE, "get"), (FaultKind.FLIPPED, "put"), (FaultKind.LOST, "close")],
 )
 def test_a_fault_that_cannot_happen_is_refused(kind: FaultKind, method: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import click
@@ -22,6 +23,8 @@ cli.add_command(demo.command)
 
 def main() -> None:
     """Run the command line: errors meant for the user are one message and exit code 1."""
+    # What a verb started or made is ended and removed when it is told to stop, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         cli()
     except KVTideError as error:

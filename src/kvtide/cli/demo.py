@@ -77,9 +77,9 @@ def command(*, model: str | None, store: str | None, prompt_tokens: int, as_json
 
 
 def _print_table(report: DemoReport) -> None:
-    table = Table(title="kvtide demo", title_justify="left")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table = Table(title="kvtide demo", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     for name, value in table_rows(report):
         table.add_row(name, value)
     # A width that the longest row fits, so that a narrow or absent terminal cuts nothing off.

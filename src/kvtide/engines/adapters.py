@@ -80,7 +80,7 @@ class AdapterDigests:
 
     def get(
         self, adapter_id: int, path: str, *, replaced_in_place: bool = False
-    ) -> str | None | Pending:
+    ) -> str | Pending | None:
         """Return the digest of an adapter, ``None`` for none, or :data:`PENDING`.
 
         ``replaced_in_place`` tells that the engine was told to load the folder anew under an id

@@ -245,9 +245,15 @@ class Ledger:
     # ------------------------------------------------------------------------------ shutdown
 
     def wait_for_stores(self, timeout_s: float) -> bool:
-        """Block until no store job is open; False if ``timeout_s`` passed first."""
+        """Block until no store job is open; False if ``timeout_s`` passed first.
+
+        Gives up at once where the sender is stuck: nothing will come of waiting.
+        """
         with self._settled:
-            return self._settled.wait_for(lambda: not self._stores, max(0.0, timeout_s))
+            self._settled.wait_for(
+                lambda: not self._stores or self._is_sender_stuck, max(0.0, timeout_s)
+            )
+            return not self._stores
 
     def open_counts(self) -> Counter[str]:
         """Return how many jobs are open, by kind."""

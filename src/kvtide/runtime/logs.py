@@ -30,6 +30,11 @@ class FaultLog:
         self._last_s: dict[str, float] = {}
         self._num_skipped: dict[str, int] = {}
 
+    @property
+    def seen(self) -> frozenset[str]:
+        """The kinds of fault met so far."""
+        return frozenset(self._last_s)
+
     def exception(self, what: str) -> None:
         """Log ``what`` (a constant text: it names the kind) and the exception being handled."""
         now_s = self._clock()

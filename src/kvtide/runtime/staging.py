@@ -96,7 +96,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
         end = JobEnd.FAILED
         is_handed_over = False
         try:
-            if not self._may_begin():
+            if not self._may_begin(task):
                 end = JobEnd.REFUSED
                 return
             selections = self._select(task.job)
@@ -117,9 +117,11 @@ class Staging(Service[FencedTasks, FencedTasks]):
             if not is_handed_over and self._ledger.end_store(task, end):
                 self._slab.release(task.rows)
 
-    def _may_begin(self) -> bool:
+    def _may_begin(self, task: StoreTask) -> bool:
         """Tell whether copying has a point; asked first, since a refusal must cost little."""
-        return self._put_queue.has_room and not self._ledger.is_sender_stuck
+        if self._ledger.is_sender_stuck or not self._put_queue.has_room:
+            return False
+        return self._ledger.any_open((task,))
 
     def _hand_over(self, task: StoreTask) -> bool:
         return self._ledger.advance(task, Phase.QUEUED) and self._put_queue.offer(task)

@@ -63,6 +63,7 @@ class PoolWorker:
         self._databases = databases
         self._limits = limits
         self._clock = clock
+        self._threaded = threaded
         self._ledger = context.ledger
         self.bad_keys = context.bad_keys
         self._unfenced: list[StoreTask] = []
@@ -144,6 +145,8 @@ class PoolWorker:
     def flush(self, timeout_s: float) -> bool:
         """Fence and store what was taken over; False if ``timeout_s`` passed first."""
         self.fence()
+        if not self._threaded:
+            self.run_pending()
         return self._ledger.wait_for_stores(timeout_s)
 
     def close(self) -> None:
@@ -166,7 +169,10 @@ class PoolWorker:
         # A list, not a generator: every thread is waited for, whatever became of the one before.
         have_ended = [service.join(give_up_s - time.monotonic()) for service in services]
         if all(have_ended):
-            self._store.close()
+            try:
+                self._store.close()
+            except Exception:  # noqa: BLE001 - logged there; the engine is on its way out
+                self.sender.faults.exception("closing the store failed")
 
     # ----------------------------------------------------------------------------- for tests
 

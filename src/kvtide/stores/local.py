@@ -1,18 +1,16 @@
 """The embedded store: a pool in a directory that many processes share and that outlives them.
 
-An LMDB index says where a value lies in one preallocated, memory-mapped slab. A put is in two phases:
-pages are reserved under the write lock, filled outside any lock, and published under the lock again.
-A get copies, and then looks whether the pages are still what the index promised.
+An LMDB index says where a value lies in one preallocated, memory-mapped slab. A put is in two
+phases: pages are reserved under the write lock, filled outside any lock, and published under the
+lock again. A get copies, and then looks whether the pages are still what the index promised.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +36,7 @@ from kvtide.stores.local_index import (
 from kvtide.stores.local_locks import AlreadyOpenError, LockTimeoutError, Owner, PoolLocks
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
+from kvtide.stores.running_calls import RunningCalls
 from kvtide.stores.slab import Slab, preallocate
 from kvtide.stores.url import StoreUrl, UrlReader, format_size
 
@@ -47,8 +46,8 @@ _CLOSE_TIMEOUT_S = 5.0
 _CHECK_PATH_EVERY_S = 1.0
 _MAX_BYTES_AT_ONCE = 256 << 20
 
-# How many laps of the hand a touched value survives. Losing an early chunk wastes all later ones, so
-# the chunks that most requests start with stay longest.
+# How many laps of the hand a touched value survives. Losing an early chunk wastes all later ones,
+# so the chunks that most requests start with stay longest.
 _WORTH_BY_ORDER = ((8, 3), (64, 2))
 _LEAST_WORTH = 1
 
@@ -79,7 +78,7 @@ class LocalStore(Store):
         self._lock_timeout_s = lock_timeout_s
         self._regions = RegionSet()
         self._pid = os.getpid()
-        self._calls = _CallCounter()
+        self._call = RunningCalls(str(self.path), self._check_usable, lmdb.Error)
         self._abandoned: list[Reservation] = []
         self._next_path_check = 0.0
         files.check_directory(self.path)
@@ -87,8 +86,8 @@ class LocalStore(Store):
             self._locks = PoolLocks(self.path / files.LOCKS)
         except AlreadyOpenError:
             raise StoreOpenError(
-                f"{self.path} is already open in this process, or was when it was forked: use"
-                " open_store, which shares it, and open it after a fork or start children with spawn"
+                f"{self.path} is already open in this process, or was when it was forked: share it"
+                " by open_store; open it after a fork, or start processes with spawn"
             ) from None
         try:
             with self._locks.setting_up(_SETUP_TIMEOUT_S):
@@ -139,12 +138,12 @@ class LocalStore(Store):
 
     def register(self, region: Region) -> None:
         """See :meth:`Store.register`."""
-        with self._call():
+        with self._call:
             self._regions.add(region)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """See :meth:`Store.exists`; what exists counts as used."""
-        with self._call():
+        with self._call:
             entries = self._find(encode_keys(keys))
             present = [entry for entry in entries if entry is not None]
             self._touch(present)
@@ -154,7 +153,7 @@ class LocalStore(Store):
 
     def put(self, batch: Batch) -> list[Status]:
         """See :meth:`Store.put`."""
-        with self._call():
+        with self._call:
             self._regions.check(batch)
             statuses: list[Status] = []
             protected_from = 0
@@ -166,7 +165,7 @@ class LocalStore(Store):
 
     def get(self, batch: Batch) -> list[Status]:
         """See :meth:`Store.get`."""
-        with self._call():
+        with self._call:
             self._regions.check(batch)
             entries = self._find(encode_keys(batch.keys))
             statuses = [
@@ -178,42 +177,39 @@ class LocalStore(Store):
 
     def remove(self, keys: Sequence[str]) -> list[Status]:
         """See :meth:`Store.remove`."""
-        with self._call():
+        with self._call:
             encoded = encode_keys(keys)
             statuses = self._write(lambda: self._index.remove(encoded)) if encoded else []
             return [Status.FAILED] * len(keys) if statuses is None else statuses
 
     def close(self) -> None:
         """Leave the pool; the last process to leave writes it to the disk."""
-        if not self._calls.stop(_CLOSE_TIMEOUT_S):
+        if not self._call.stop(_CLOSE_TIMEOUT_S):
             return
         if os.getpid() != self._pid:
             return
         # A lock that is not free in time leaves the pool marked as in use: safe, only not durable.
-        with contextlib.suppress(LockTimeoutError, OSError, lmdb.Error):
-            with self._locks.setting_up(self._lock_timeout_s):
-                if not self._locks.others_alive() and not self._is_gone():
-                    self._index.sync()
-                    self._slab.sync()
-                    clean = replace(self._marker, is_clean=True)
-                    files.write_marker(self.path, clean)
+        with (
+            contextlib.suppress(LockTimeoutError, OSError, lmdb.Error),
+            self._locks.setting_up(self._lock_timeout_s),
+        ):
+            if not self._locks.others_alive() and not self._is_gone():
+                self._index.sync()
+                self._slab.sync()
+                files.write_marker(self.path, replace(self._marker, is_clean=True))
         self._index.close()
         self._locks.close()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _check_usable(self) -> None:
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"{self.path} was opened before a fork: open it again in the child")
-        with self._calls:
-            now = time.monotonic()
-            if now >= self._next_path_check:
-                if self._is_gone():
-                    raise StoreLostError(f"the pool in {self.path} was removed: open it again")
-                self._next_path_check = now + _CHECK_PATH_EVERY_S
-            try:
-                yield
-            except lmdb.Error as error:
-                raise StoreLostError(f"the index of {self.path} failed: {error}") from error
+            raise StoreClosedError(
+                f"{self.path} was opened before a fork: open it after the fork, or use spawn"
+            )
+        now = time.monotonic()
+        if now >= self._next_path_check:
+            if self._is_gone():
+                raise StoreLostError(f"the pool in {self.path} was removed: open it again")
+            self._next_path_check = now + _CHECK_PATH_EVERY_S
 
     def _is_gone(self) -> bool:
         return _identity_of(self.path / files.SLAB) != self._identity
@@ -234,16 +230,22 @@ class LocalStore(Store):
         """Run ``change`` as the only writer; None if that was not possible now."""
         try:
             with self._locks.writing(self._lock_timeout_s):
-                if self._abandoned:
-                    abandoned, self._abandoned = self._abandoned, []
-                    self._index.release(abandoned)
-                return change()
-        except LockTimeoutError:
+                try:
+                    return self._change(change)
+                except lmdb.MapFullError:
+                    # Readers that died kept old versions of the index alive.
+                    self._index.clear_dead_readers()
+                    return self._change(change)
+        except (LockTimeoutError, lmdb.MapFullError):
             return None
-        except lmdb.MapFullError:
-            # Readers that died, or are stopped, keep old versions of the index alive.
-            self._index.clear_dead_readers()
-            return None
+
+    def _change(self, change: Callable[[], T]) -> T:
+        # Other threads only append to the list, and only a writer takes from it.
+        abandoned = list(self._abandoned)
+        if abandoned:
+            self._index.release(abandoned)
+            del self._abandoned[: len(abandoned)]
+        return change()
 
     def _put_part(self, batch: Batch, protected_from: int) -> tuple[list[Status], int]:
         keys = encode_keys(batch.keys)
@@ -265,10 +267,10 @@ class LocalStore(Store):
                     self._copy_in(batch, index, outcome)
             published = self._write(lambda: self._index.publish(held)) if held else []
         except BaseException:
-            self._abandoned += held
+            self._abandoned.extend(held)
             raise
         if published is None:
-            self._abandoned += held
+            self._abandoned.extend(held)
             published = [Status.FAILED] * len(held)
         results = iter(published)
         by_key = {
@@ -281,9 +283,8 @@ class LocalStore(Store):
         first, last = held.first_page, held.first_page + held.num_pages
         generations = self._slab.generations
         generations[first:last] = held.generation
-        gather(
-            self._slab.address_of(first, held.num_bytes), batch.addresses[index], batch.sizes[index]
-        )
+        destination = self._slab.address_of(first, held.num_bytes, to_write=True)
+        gather(destination, batch.addresses[index], batch.sizes[index])
         worth = _worth(batch.order[index]) if batch.order is not None else _LEAST_WORTH
         self._slab.worth[first] = worth
         # An early chunk starts with a second chance, a late one has to earn it.
@@ -295,39 +296,11 @@ class LocalStore(Store):
         sizes = batch.sizes[index]
         if sum(sizes) != num_bytes:
             return Status.FAILED
-        scatter(self._slab.address_of(first, num_bytes), batch.addresses[index], sizes)
+        source = self._slab.address_of(first, num_bytes, to_write=False)
+        scatter(source, batch.addresses[index], sizes)
         generations = self._slab.generations[first : first + num_pages_of(num_bytes)]
         # The pages may have been given to another key while we copied: then this one is gone.
         return Status.OK if bool(np.all(generations == generation)) else Status.MISSING
-
-
-class _CallCounter:
-    """Counts the calls that are running, so that ``close`` can wait for them."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._running = 0
-        self._stopped = False
-
-    def __enter__(self) -> None:
-        with self._condition:
-            if self._stopped:
-                raise StoreClosedError("the local store is closed")
-            self._running += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._condition:
-            self._running -= 1
-            if self._stopped:
-                self._condition.notify_all()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Refuse further calls and wait for those that run; True if the caller is to clean up."""
-        with self._condition:
-            if self._stopped:
-                return False
-            self._stopped = True
-            return self._condition.wait_for(lambda: self._running == 0, timeout_s)
 
 
 def _worth(order: int) -> int:

@@ -69,16 +69,18 @@ def check_directory(path: Path) -> None:
         ) from error
     except OSError as error:
         raise StoreOpenError(
-            f"{path} cannot be used ({error.strerror}): give this user the right to create and write"
-            " it, or choose another path"
+            f"{path} cannot be used ({error.strerror}): give this user the right to create and"
+            " write it, or choose another path"
         ) from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise StoreOpenError(f"{path} is not writable for this user: change its mode or choose another")
+        raise StoreOpenError(
+            f"{path} is not writable for this user: change its mode or choose another path"
+        )
     foreign = sorted(found - _OUR_FILES)
     if foreign:
         raise StoreOpenError(
-            f"{path} holds other files ({', '.join(foreign[:3])}): a local store needs a directory of"
-            f" its own, for instance {path / 'kvtide'}"
+            f"{path} holds other files ({', '.join(foreign[:3])}): a local store needs a directory"
+            f" of its own, for instance {path / 'kvtide'}"
         )
     kind = file_system_of(path)
     if kind in _NETWORK_FILE_SYSTEMS:
@@ -190,7 +192,7 @@ def file_system_of(path: Path) -> str:
         return ""
     for line in mounts.splitlines():
         fields = line.split(" ")
-        if len(fields) < 3:
+        if len(fields) < len(("device", "mount", "kind")):
             continue
         mount = fields[1].replace("\\040", " ")
         inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
@@ -227,7 +229,7 @@ def _free_memory(path: Path) -> int:
 
 def _no_space(path: Path, needed: int, free: int) -> StoreOpenError:
     advice = "ask for less (?size=) or free some space"
-    if str(path.resolve()).startswith("/dev/shm"):
+    if str(path.resolve()).startswith("/dev/shm"):  # noqa: S108 - only looked at
         advice += "; in a container /dev/shm is often 64 MiB: start it with a larger --shm-size"
     return StoreOpenError(
         f"a pool in {path} needs {format_size(needed)}, but {format_size(free)} are free: {advice}"

@@ -1,7 +1,7 @@
-"""The index of a local pool: which key lies in which pages, and whose turn it is to be evicted.
+"""The index of a local pool: which key lies in which pages.
 
-Three LMDB tables. ``keys``: key -> where its value lies. ``extents``: first page -> what the pages from
-there are, in the order of the slab, covering it without a gap. ``meta``: the hand and the counters.
+Three LMDB tables. ``keys``: key -> where its value lies. ``extents``: first page -> what the pages
+from there are. ``meta``: where the hand stands, and the next generation.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.stores.base import Status
+from kvtide.stores.local_hand import Extent, ExtentKind, Hand, pack_owner
 from kvtide.stores.local_locks import Owner, PoolLocks
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.slab import Slab
@@ -27,17 +28,10 @@ _DIGEST_BYTES = 32
 
 ENTRY = struct.Struct("<QQI")
 """A value of ``keys``: generation, size in bytes, first page."""
-ENTRY_DTYPE = np.dtype([("generation", "<u8"), ("size", "<u8"), ("first_page", "<u4")])
-_PAGE = struct.Struct(">I")
-_EXTENT = struct.Struct("<IBQ")
-_OWNER = struct.Struct("<IQ")
+_ENTRY_DTYPE = np.dtype([("generation", "<u8"), ("size", "<u8"), ("first_page", "<u4")])
 _META = struct.Struct("<QQ")
-_FREE, _VALUE, _RESERVED = range(3)
+_STATE = b"state"
 
-_PATIENCE = 256
-"""Extents the hand passes for one value before it stops granting second chances."""
-_LAST_STEP = 20_000
-"""Extents the hand passes for one value at most: it bounds the time under the write lock."""
 MAX_KEYS_AT_ONCE = 256
 """Keys that one transaction may reserve: it bounds the pages that LMDB copies before it writes."""
 _COPIED_PAGES = 6 * MAX_KEYS_AT_ONCE
@@ -48,7 +42,7 @@ _LEAST_USE = 0.25
 def encode_key(key: str) -> bytes:
     """Return ``key`` as LMDB can hold it: a long one as its first 440 bytes and a digest."""
     encoded = key.encode()
-    if len(encoded) <= MAX_KEY_BYTES and encoded:
+    if 0 < len(encoded) <= MAX_KEY_BYTES:
         return encoded
     return encoded[:_KEPT_BYTES] + b"#" + blake2b(encoded, digest_size=_DIGEST_BYTES).digest()
 
@@ -57,7 +51,7 @@ def encode_keys(keys: Sequence[str]) -> list[bytes]:
     """Return ``keys`` as LMDB can hold them, fast where none is long."""
     encoded = [key.encode() for key in keys]
     lengths = [len(key) for key in encoded]
-    if lengths and 0 < min(lengths) and max(lengths) <= MAX_KEY_BYTES:
+    if lengths and min(lengths) > 0 and max(lengths) <= MAX_KEY_BYTES:
         return encoded
     return [encode_key(key) for key in keys]
 
@@ -65,6 +59,12 @@ def encode_keys(keys: Sequence[str]) -> list[bytes]:
 def num_pages_of(num_bytes: int) -> int:
     """Return the pages that a value takes: at least one, so that each has a place of its own."""
     return max(1, -(-num_bytes // PAGE_BYTES))
+
+
+def first_pages(entries: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+    """Return the first page of each packed :data:`ENTRY`."""
+    pages: npt.NDArray[np.uint32] = np.frombuffer(b"".join(entries), _ENTRY_DTYPE)["first_page"]
+    return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +79,22 @@ class Reservation:
     first_page: int
     num_pages: int
     generation: int
+    owner: bytes
 
-
-@dataclass(slots=True)
-class _Extent:
-    first_page: int
-    num_pages: int
-    kind: int
-    generation: int
-    tail: bytes
-
-    @classmethod
-    def read(cls, page: bytes, record: bytes) -> _Extent:
-        num_pages, kind, generation = _EXTENT.unpack_from(record)
-        return cls(*_PAGE.unpack(page), num_pages, kind, generation, record[_EXTENT.size :])
+    @property
+    def extent(self) -> Extent:
+        """The reserved pages."""
+        return Extent(
+            self.first_page, self.num_pages, ExtentKind.RESERVED, self.generation, self.owner
+        )
 
 
 class LocalIndex:
-    """The LMDB environment of one pool. Writers hold :meth:`PoolLocks.writing` around each call."""
+    """The LMDB environment of one pool.
+
+    Whoever changes it holds :meth:`PoolLocks.writing` around the call. Errors of LMDB are passed on
+    as they are.
+    """
 
     def __init__(self, path: Path, num_bytes: int, slab: Slab, locks: PoolLocks) -> None:
         self._slab = slab
@@ -121,10 +119,9 @@ class LocalIndex:
         self._extents = self._env.open_db(b"extents")
         self._meta = self._env.open_db(b"meta")
         with self._env.begin(write=True) as txn:
-            if txn.get(b"state", db=self._meta) is None:
-                whole = _EXTENT.pack(slab.num_pages, _FREE, 0)
-                txn.put(_PAGE.pack(0), whole, db=self._extents)
-                txn.put(b"state", _META.pack(0, 2), db=self._meta)
+            if txn.get(_STATE, db=self._meta) is None:
+                Extent(0, slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
+                txn.put(_STATE, _META.pack(0, 2), db=self._meta)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return each key's packed :data:`ENTRY`, None where absent."""
@@ -133,11 +130,7 @@ class LocalIndex:
             return [get(key) for key in keys]
 
     def reserve(
-        self,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        owner: Owner,
-        protected_from: int,
+        self, keys: Sequence[bytes], sizes: Sequence[int], owner: Owner, protected_from: int
     ) -> tuple[list[Reservation | Status], int]:
         """Reserve pages for each key, evicting as the hand goes; OK where the key is present.
 
@@ -145,29 +138,29 @@ class LocalIndex:
         now reached. Returns the outcome per key, and ``protected_from`` for the rest of a put that
         must not evict what it stored itself.
         """
+        tail = pack_owner(owner)
+        outcomes: list[Reservation | Status] = []
         with self._env.begin(write=True) as txn:
-            hand, generation = _META.unpack(txn.get(b"state", db=self._meta))
+            position, generation = _META.unpack(txn.get(_STATE, b"", db=self._meta))
             protected_from = protected_from or generation
-            walk = _Walk(self, txn, hand, protected_from)
-            outcomes: list[Reservation | Status] = []
-            tail = _OWNER.pack(owner.slot, owner.incarnation)
-            index_is_full = self._index_is_full(txn)
+            hand = self._hand(txn, position, protected_from)
+            index_is_full = self._is_full(txn)
             for key, num_bytes in zip(keys, sizes, strict=True):
                 if txn.get(key, db=self._keys) is not None:
                     outcomes.append(Status.OK)
                     continue
                 if index_is_full:
-                    walk.take(1, split=False)
+                    hand.evict_one()
                 num_pages = num_pages_of(num_bytes)
-                first_page = walk.take(num_pages)
+                first_page = hand.take(num_pages)
                 if first_page is None:
                     outcomes.append(Status.NO_SPACE)
                     continue
-                record = _EXTENT.pack(num_pages, _RESERVED, generation + 1) + tail
-                txn.put(_PAGE.pack(first_page), record, db=self._extents)
-                outcomes.append(Reservation(key, num_bytes, first_page, num_pages, generation + 1))
+                held = Reservation(key, num_bytes, first_page, num_pages, generation + 1, tail)
+                held.extent.write(txn, self._extents)
+                outcomes.append(held)
                 generation += 2
-            txn.put(b"state", _META.pack(walk.hand, generation), db=self._meta)
+            txn.put(_STATE, _META.pack(hand.position, generation), db=self._meta)
         return outcomes, protected_from
 
     def publish(self, reservations: Sequence[Reservation]) -> list[Status]:
@@ -175,16 +168,17 @@ class LocalIndex:
         statuses = []
         with self._env.begin(write=True) as txn:
             for held in reservations:
-                page = _PAGE.pack(held.first_page)
-                if not self._is_held(txn, held):
+                first_page, num_pages = held.first_page, held.num_pages
+                generation = held.generation + 1
+                if not held.extent.is_at(txn, self._extents):
                     statuses.append(Status.FAILED)
                     continue
-                entry = ENTRY.pack(held.generation + 1, held.num_bytes, held.first_page)
+                entry = ENTRY.pack(generation, held.num_bytes, first_page)
                 if txn.put(held.key, entry, overwrite=False, db=self._keys):
-                    record = _EXTENT.pack(held.num_pages, _VALUE, held.generation + 1) + held.key
+                    extent = Extent(first_page, num_pages, ExtentKind.VALUE, generation, held.key)
                 else:
-                    record = _EXTENT.pack(held.num_pages, _FREE, 0)
-                txn.put(page, record, db=self._extents)
+                    extent = Extent(first_page, num_pages, ExtentKind.FREE)
+                extent.write(txn, self._extents)
                 statuses.append(Status.OK)
         return statuses
 
@@ -192,7 +186,7 @@ class LocalIndex:
         """Give the pages of puts back that did not come to their end."""
         with self._env.begin(write=True) as txn:
             for held in reservations:
-                if self._is_held(txn, held):
+                if held.extent.is_at(txn, self._extents):
                     self._free(txn, held.first_page, held.num_pages)
 
     def remove(self, keys: Sequence[bytes]) -> list[Status]:
@@ -215,108 +209,29 @@ class LocalIndex:
 
     def sync(self) -> None:
         """Wait until the index is on the disk."""
-        self._env.sync(True)
+        self._env.sync(True)  # noqa: FBT003 - lmdb's only name for it is its place
 
     def close(self) -> None:
         """Close the environment; no call may be running."""
         self._env.close()
 
+    def _hand(self, txn: lmdb.Transaction, position: int, protected_from: int) -> Hand:
+        return Hand(
+            txn,
+            keys=self._keys,
+            extents=self._extents,
+            position=position,
+            chances=self._slab.chances,
+            protected_from=protected_from,
+            is_alive=self._locks.is_alive,
+        )
+
     def _free(self, txn: lmdb.Transaction, first_page: int, num_pages: int) -> None:
-        record = _EXTENT.pack(num_pages, _FREE, 0)
-        txn.put(_PAGE.pack(first_page), record, db=self._extents)
+        Extent(first_page, num_pages, ExtentKind.FREE).write(txn, self._extents)
 
-    def _is_held(self, txn: lmdb.Transaction, held: Reservation) -> bool:
-        record = txn.get(_PAGE.pack(held.first_page), db=self._extents)
-        expected = _EXTENT.pack(held.num_pages, _RESERVED, held.generation)
-        return record is not None and record.startswith(expected)
-
-    def _index_is_full(self, txn: lmdb.Transaction) -> bool:
+    def _is_full(self, txn: lmdb.Transaction) -> bool:
         used = 0
         for table in (self._keys, self._extents):
             stat = txn.stat(table)
             used += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         return bool(used > self._full_from)
-
-
-class _Walk:
-    """The hand's way over the extents within one transaction: CLOCK with a counter per value."""
-
-    def __init__(
-        self, index: LocalIndex, txn: lmdb.Transaction, hand: int, protected_from: int
-    ) -> None:
-        self.hand = hand
-        self._index = index
-        self._txn = txn
-        self._cursor = txn.cursor(db=index._extents)
-        self._chances = index._slab.chances
-        self._protected_from = protected_from
-        self._owner_is_alive: dict[bytes, bool] = {}
-        self._too_large = 1 << 32  # pages; what did not fit once does not fit in this transaction
-
-    def take(self, num_pages: int, *, split: bool = True) -> int | None:
-        """Evict a run of neighbouring extents of at least ``num_pages``; return its first page.
-
-        What the run has too much becomes free (without ``split`` all of it does). None: there is
-        no such run.
-        """
-        if num_pages >= self._too_large:
-            return None
-        run: list[_Extent] = []
-        run_pages = laps = 0
-        found = self._cursor.set_range(_PAGE.pack(self.hand))
-        for step in range(_LAST_STEP):
-            if not found:
-                # A run does not wrap. Two laps meet every extent once without second chances.
-                run, run_pages, laps = [], 0, laps + (step > _PATIENCE)
-                if laps > 1:
-                    break
-                self._cursor.first()
-            extent = _Extent.read(*self._cursor.item())
-            if self._may_take(extent, forced=step >= _PATIENCE):
-                run.append(extent)
-                run_pages += extent.num_pages
-                if run_pages >= num_pages:
-                    self._claim(run, run_pages, num_pages if split else 0)
-                    return run[0].first_page
-            else:
-                run, run_pages = [], 0
-            found = self._cursor.next()
-        self._too_large = num_pages
-        return None
-
-    def _may_take(self, extent: _Extent, *, forced: bool) -> bool:
-        if extent.kind == _FREE:
-            return True
-        if extent.kind == _RESERVED:
-            return not self._is_alive(extent.tail)
-        if extent.generation > self._protected_from:
-            return False
-        chances = int(self._chances[extent.first_page])
-        if chances and not forced:
-            self._chances[extent.first_page] = chances - 1
-            return False
-        return True
-
-    def _is_alive(self, tail: bytes) -> bool:
-        alive = self._owner_is_alive.get(tail)
-        if alive is None:
-            alive = self._index._locks.is_alive(Owner(*_OWNER.unpack(tail)))
-            self._owner_is_alive[tail] = alive
-        return alive
-
-    def _claim(self, run: list[_Extent], run_pages: int, num_pages: int) -> None:
-        txn, index = self._txn, self._index
-        for extent in run:
-            if extent.kind == _VALUE:
-                txn.delete(extent.tail, db=index._keys)
-            txn.delete(_PAGE.pack(extent.first_page), db=index._extents)
-        surplus = run_pages - num_pages
-        if surplus:
-            index._free(txn, run[0].first_page + num_pages, surplus)
-        self.hand = run[0].first_page + (num_pages or run_pages)
-
-
-def first_pages(entries: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-    """Return the first page of each packed :data:`ENTRY`."""
-    pages: npt.NDArray[np.uint32] = np.frombuffer(b"".join(entries), ENTRY_DTYPE)["first_page"]
-    return pages

@@ -1,10 +1,10 @@
 """Which processes use a local pool, and the one that may write its index, by file locks.
 
-Every process holds a lock on one byte of a file, its *slot*, for as long as it has the pool open. The
-kernel drops the lock however the process dies, pids may be reused, and containers that share the
-directory but not their pids still see each other. (POSIX record locks: they belong to the process,
-a forked child does not inherit them, and they are lost if the process closes any other descriptor of
-the file: a process opens a pool once.)
+Every process holds a lock on one byte of a file, its *slot*, for as long as it has the pool open.
+The kernel drops the lock however the process dies, pids may be reused, and containers that share
+the directory but not their pids still see each other. (POSIX record locks: they belong to the
+process, a forked child does not inherit them, and they are lost if the process closes any other
+descriptor of the file: a process opens a pool once.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 1e-3
 
 
 class LockTimeoutError(Exception):
-    """A lock was not free in time; becomes a Status or an error of kvtide's before a caller sees it."""
+    """A lock was not free in time; the caller of a store sees a Status or another error instead."""
 
 
 class AlreadyOpenError(Exception):

@@ -1,7 +1,8 @@
 """Page-aligned memory: the buffers kvtide allocates itself.
 
-``np.empty`` starts 16 bytes past a page, which halves the speed of copies up to 512 KiB; an anonymous
-mapping starts on the page, and its pages can be made present before the first copy needs them.
+``np.empty`` starts 16 bytes past a page, which halves the speed of copies up to 512 KiB; an
+anonymous mapping starts on the page, and its pages can be made present before the first copy needs
+them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy.typing as npt
 from kvtide.core.layout import Region
 
 PAGE_BYTES = 4096
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14: make pages present and writable at once. Python 3.11's ``mmap`` has no name for it."""
+"""Linux 5.14: make pages present at once. Python 3.11's ``mmap`` has no names for them."""
 
 ByteArray = npt.NDArray[np.uint8]
 

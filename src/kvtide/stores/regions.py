@@ -77,8 +77,9 @@ class _Bounds:
         self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
         ends = self._end_array[np.searchsorted(self._start_array, addresses, side="right")]
-        # An address past its span would wrap in ``ends - addresses``; the sum cannot wrap below 2^63.
-        return (sizes == 0) | (addresses + sizes <= ends)
+        # ``ends - addresses`` would wrap for an address past its span; the sum does not.
+        inside: npt.NDArray[np.bool_] = (sizes == 0) | (addresses + sizes <= ends)
+        return inside
 
 
 def _refusal(address: int, num_bytes: int) -> UnregisteredMemoryError:

@@ -48,8 +48,8 @@ def open_store(url: str) -> Store:
             _registry.open[parsed.identity] = shared
         elif parsed.parameters and parsed.parameters != shared.url.parameters:
             raise StoreOpenError(
-                f"this process has {shared.url.text!r} open; {url!r} names the same store with other"
-                " parameters: use one URL everywhere"
+                f"this process has {shared.url.text!r} open; {url!r} names the same store with"
+                " other parameters: use one URL everywhere"
             )
         shared.num_handles += 1
     return StoreHandle(shared)
@@ -65,7 +65,7 @@ class StoreHandle(Store):
 
     It refuses to work in a child of the process that opened it: locks and sockets do not survive a
     fork. The child opens a URL of its own; a local pool that the parent had open at the fork cannot
-    be opened in the child (LMDB keeps it open), so open it after the fork, or start with spawn.
+    be opened in the child (LMDB keeps it open): open it after the fork, or start with spawn.
     """
 
     def __init__(self, shared: _SharedStore) -> None:
@@ -80,13 +80,13 @@ class StoreHandle(Store):
             raise StoreClosedError(f"the handle on {self._url.text!r} is closed")
         if os.getpid() != self._pid:
             raise StoreClosedError(
-                f"the handle on {self._url.text!r} was opened before a fork, by process {self._pid}:"
+                f"the handle on {self._url.text!r} was opened before a fork, in {self._pid}:"
                 " open stores after the fork, or start the process with spawn"
             )
         return self._store
 
     def register(self, region: Region) -> None:
-        """Announce ``region`` to the shared store: it stays registered until the last handle closes."""
+        """Announce ``region`` to the shared store, until the last handle on it is closed."""
         self._open_store().register(region)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -122,7 +122,7 @@ class _SharedStore:
 
 @dataclass(slots=True)
 class _Registry:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     open: dict[str, _SharedStore] = field(default_factory=dict)
     inherited: list[dict[str, _SharedStore]] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ class _Registry:
     def forget_parent(self) -> None:
         # The parent's stores are kept alive, not closed: closing them here would close the
         # parent's. The lock may have been held by a thread that this process does not have.
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.inherited.append(self.open)
         self.open = {}
 

@@ -11,10 +11,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.stores.memory_buffer import MADV_POPULATE_WRITE, PAGE_BYTES, ByteArray
+from kvtide.stores.memory_buffer import (
+    MADV_POPULATE_READ,
+    MADV_POPULATE_WRITE,
+    PAGE_BYTES,
+    ByteArray,
+)
 
 _CHUNK_BYTES = 2 << 20
 """Pages are mapped in such steps: one system call instead of 512 faults."""
+_READABLE, _WRITABLE = 1, 2
 _PAGE_RECORD_BYTES = 8 + 1 + 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -52,14 +58,15 @@ class Slab:
             pages, dtype=np.uint8, count=num_pages, offset=9 * num_pages
         )
         self._pages_map = pages
-        self._chunk_is_mapped = bytearray(-(-num_pages * PAGE_BYTES // _CHUNK_BYTES))
+        self._chunk_states = bytearray(-(-num_pages * PAGE_BYTES // _CHUNK_BYTES))
 
-    def address_of(self, first_page: int, num_bytes: int) -> int:
+    def address_of(self, first_page: int, num_bytes: int, *, to_write: bool) -> int:
         """Return where the pages from ``first_page`` lie in this process, made present for use."""
         start = first_page * PAGE_BYTES
         chunk, last = start // _CHUNK_BYTES, (start + max(num_bytes, 1) - 1) // _CHUNK_BYTES
-        if 0 in self._chunk_is_mapped[chunk : last + 1]:
-            self._populate(chunk, last)
+        wanted = _WRITABLE if to_write else _READABLE
+        if min(self._chunk_states[chunk : last + 1]) < wanted:
+            self._populate(chunk, last, wanted)
         return self._address + start
 
     def sync(self) -> None:
@@ -67,13 +74,15 @@ class Slab:
         self._map.flush()
         self._pages_map.flush()
 
-    def _populate(self, first_chunk: int, last_chunk: int) -> None:
+    def _populate(self, first_chunk: int, last_chunk: int, wanted: int) -> None:
+        # Reading must not make pages of a disk's file dirty.
+        advice = MADV_POPULATE_WRITE if wanted == _WRITABLE else MADV_POPULATE_READ
         start = first_chunk * _CHUNK_BYTES
         end = min((last_chunk + 1) * _CHUNK_BYTES, self.num_pages * PAGE_BYTES)
         # Best effort: a kernel before 5.14 refuses, and the pages come by faults instead.
-        _LIBC.madvise(self._address + start, end - start, MADV_POPULATE_WRITE)
+        _LIBC.madvise(self._address + start, end - start, advice)
         for chunk in range(first_chunk, last_chunk + 1):
-            self._chunk_is_mapped[chunk] = 1
+            self._chunk_states[chunk] = max(self._chunk_states[chunk], wanted)
 
 
 def preallocate(path: Path, num_bytes: int) -> None:

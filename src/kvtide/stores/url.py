@@ -51,7 +51,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about the unknown ``name``: what was probably meant, or all that is."""
+    """Return what a message about an unknown ``name`` adds: what was meant, or all that is."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     if close:

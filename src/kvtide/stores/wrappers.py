@@ -59,7 +59,7 @@ class WrapperStore(Store):
 
 
 class CountingStore(WrapperStore):
-    """Counts what is asked of a store, per method (``"exists"``, ``"put"``, ``"get"``, ``"remove"``).
+    """Counts what is asked of a store, per method (``"exists"``, ``"put"``, ``"get"``, ...).
 
     Attributes:
         num_calls: calls per method.

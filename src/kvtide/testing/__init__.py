@@ -2,7 +2,7 @@
 
 :class:`StoreTests` holds a store to the laws of the contract, :class:`StoreMachine` runs random
 histories of it beside a dict; both need pytest and Hypothesis, the rest needs neither.
-:class:`FaultyStore` fails on a script.
+:class:`FaultyStore` fails on a script. :class:`FakeBlocks` stands in for an engine's memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvtide.stores.wrappers import CountingStore
+from kvtide.testing.blocks import FakeBlocks, FakeFence, byte_layout
 from kvtide.testing.faulty_store import Fault, FaultKind, FaultyStore
 from kvtide.testing.values import Arena, value_of
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Arena",
     "CountingStore",
+    "FakeBlocks",
+    "FakeFence",
     "Fault",
     "FaultKind",
     "FaultyStore",
     "StoreMachine",
     "StoreTests",
+    "byte_layout",
     "value_of",
 ]
 

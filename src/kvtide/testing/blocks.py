@@ -103,11 +103,14 @@ class FakeBlocks:
     def read(self, group_id: int, block_ids: Sequence[int], out: ByteArray) -> None:
         """Copy blocks to the rows of ``out``."""
         self.reads.append((group_id, tuple(block_ids)))
-        source = self.data[group_id]
-        out[:, : source.shape[1]] = source[list(block_ids)]
+        num_bytes = self.data[group_id].shape[1]
+        # Row by row: copies of plain slices let other threads run, as a device's copies do.
+        for row, block_id in zip(out, block_ids, strict=True):
+            row[:num_bytes] = self.data[group_id][block_id]
 
     def write(self, group_id: int, block_ids: Sequence[int], data: ByteArray) -> None:
         """Copy the rows of ``data`` to blocks."""
         self.writes.append((group_id, tuple(block_ids)))
-        target = self.data[group_id]
-        target[list(block_ids)] = data[:, : target.shape[1]]
+        num_bytes = self.data[group_id].shape[1]
+        for row, block_id in zip(data, block_ids, strict=True):
+            self.data[group_id][block_id] = row[:num_bytes]

@@ -1,8 +1,12 @@
 """The demo's own logic, with engines that are stand-ins."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,13 @@ from kvtide.engines.vllm.demo_run import (
     engine_arguments,
 )
 from kvtide.errors import EngineRunError
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_failed_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the logs that a failed demo leaves behind where pytest removes them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
 
 TOKENS = list(range(OUTPUT_TOKENS))
 RESULTS = {
@@ -130,7 +141,7 @@ def test_the_json_has_exactly_the_promised_names() -> None:
 def test_the_table_shows_every_figure() -> None:
     """Tokens, times, bytes and the comparison are all in the table."""
     text = "\n".join(" ".join(row) for row in table_rows(run_demo(runner=FakeRunner())))
-    for figure in ["2,048", "2,016", "300 ms", "30 ms", "280 ms", "10.0x", "8MiB", "7.9MiB"]:
+    for figure in ["2,048", "2,016", "300 ms", "30 ms", "280 ms", "10.0x as", "8MiB", "7.9MiB"]:
         assert figure in text
     assert "equal" in text
 
@@ -197,8 +208,46 @@ def test_an_engine_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(EngineRunError, match="did not end within 3 s"):
         demo_process._run_module("hang", [], log, "it")
     grandchild = int(log.read_text().split()[0])
-    state = Path(f"/proc/{grandchild}/stat")
-    assert not state.exists() or state.read_text().split(")")[-1].split()[0] == "Z"
+    deadline = time.monotonic() + 20
+    while is_running(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(grandchild)
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process exists and is more than an entry nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_demo_that_is_told_to_stop_leaves_nothing_behind(tmp_path: Path) -> None:
+    """After SIGTERM the engine's process and the pool that was made are gone."""
+    fake = tmp_path / "vllm.py"
+    fake.write_text(
+        "import os, sys, time\nprint('pid', os.getpid(), file=sys.stderr, flush=True)\n"
+        "open(os.environ['STARTED'], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    config = {"vocab_size": 50, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    started = tmp_path / "started"
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    scratch = {"TMPDIR": str(tmp_path), "STARTED": str(started), "PYTHONPATH": ":".join(paths)}
+    code = "from kvtide.cli import main; main()"
+    arguments = ["demo", "--model", str(tmp_path), "--prompt-tokens", "64"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=os.environ | scratch
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not is_running(int(started.read_text()))
+    [spec] = tmp_path.glob("kvtide-demo-*/cold.spec.json")
+    store = json.loads(spec.read_text())["store"]
+    assert not Path(store.removeprefix("local://").split("?")[0]).parent.exists()
 
 
 def test_a_missing_vllm_is_one_message_with_the_remedy() -> None:

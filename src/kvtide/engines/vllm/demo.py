@@ -79,11 +79,11 @@ def run_demo(
     """
     if runner is None:
         require_vllm()
+    prompt, warmup = prompts(model, prompt_tokens)
     logs = Path(tempfile.mkdtemp(prefix="kvtide-demo-"))
     with _pool(store) as url:
         if model is None and runner is None:
             model = str(_own_model(logs, progress))
-        prompt, warmup = prompts(model, prompt_tokens)
         results: dict[str, RunResult] = {}
         for name, pool, what in [
             ("cold", url, "an empty pool: computes the prompt and saves its KV cache"),
@@ -139,12 +139,14 @@ def _report(results: dict[str, RunResult], prompt_tokens: int) -> DemoReport:
 def prompts(model: str | None, prompt_tokens: int) -> tuple[list[int], list[int]]:
     """Return the prompt and the warm-up prompt as token ids, the same in every run.
 
+    ``model`` is a folder, or ``None`` for the demo's own model.
+
     They share no block, so that the warm-up leaves nothing behind that the prompt could load.
 
     Raises:
         EngineRunError: the model's configuration cannot be read, or the prompt is too long for it.
     """
-    vocabulary, longest = 1024, 40960
+    vocabulary, longest = demo_model.VOCABULARY, demo_model.MAX_TOKENS
     if model is not None:
         vocabulary, longest = _model_limits(Path(model))
     if prompt_tokens + OUTPUT_TOKENS > longest:
@@ -195,7 +197,7 @@ def table_rows(report: DemoReport) -> list[tuple[str, str]]:
         ("time to first token, cold pool", f"{report.ttft_cold_s * 1e3:,.0f} ms"),
         (
             "time to first token, warm pool",
-            f"{report.ttft_warm_s * 1e3:,.0f} ms ({ratio:.1f}x faster than cold)",
+            f"{report.ttft_warm_s * 1e3:,.0f} ms ({ratio:.1f}x as fast as cold)",
         ),
         ("saved by the first engine", format_size(report.saved_bytes)),
         ("loaded by the second engine", format_size(report.loaded_bytes)),

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from kvtide.engines.adapters import AdapterDigests, Pending
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.weights import weights_identity
@@ -56,6 +57,25 @@ def engine_identity(
         "lora_dtype": _plain(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
         "draft": _draft_identity(vllm_config, weights_version),
     }
+
+
+def adapter_identity(digests: AdapterDigests, lora_request: Any) -> str | Pending | None:
+    """Return the identity of a request's adapter, empty for a request without one.
+
+    ``PENDING`` while it is computed in the background; ``None`` where none can be had: such a
+    request neither saves nor loads. It does no I/O and may run on the scheduling thread.
+    """
+    if lora_request is None:
+        return ""
+    digest = digests.get(
+        lora_request.lora_int_id,
+        lora_request.lora_path,
+        replaced_in_place=bool(getattr(lora_request, "load_inplace", False)),
+    )
+    # The same files mean other weights when read as fused three-dimensional tensors.
+    if isinstance(digest, str) and getattr(lora_request, "is_3d_lora_weight", False):
+        return f"{digest}:3d"
+    return digest
 
 
 def _weights_of(model: Any, load: Any, weights_version: str | None) -> dict[str, object]:

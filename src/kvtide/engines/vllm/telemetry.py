@@ -54,7 +54,10 @@ class KVTideStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KVTidePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The counters as Prometheus counters ``kvtide_<name>``, one series per engine."""
+    """The counters as Prometheus counters ``vllm:kvtide_<name>``, one series per engine.
+
+    The prefix is vLLM's own: it forgets its metrics by it when an engine is made anew.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class KVTidePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._series: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
         for name, text in COUNTERS.items():
             counter = self._counter_cls(
-                name=f"kvtide_{name}", documentation=text, labelnames=labelnames
+                name=f"vllm:kvtide_{name}", documentation=text, labelnames=labelnames
             )
             for engine, values in per_engine_labelvalues.items():
                 self._series[engine][name] = counter.labels(*values)

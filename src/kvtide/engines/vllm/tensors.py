@@ -3,11 +3,9 @@
 A block's value is the concatenation of its layers' bytes, each in memory order without gaps. Two
 engines whose layouts differ only in where blocks lie therefore write the same bytes.
 
-Memory of the host is copied by numpy over the tensors' own storage: it is as fast as torch here
-on reads and up to eight times as fast on writes, releases the interpreter lock, and starts no
-second OpenMP team beside the engine's. Memory of a CUDA device is copied by torch on a stream of
-its own. That second path is short and its indexing is tested on host tensors, but its streams
-and pinning have not run in the project's own tests, which have no device.
+On a CUDA device blocks are copied on a stream of kvtide's own. Its indexing is tested on host
+tensors, but the streams, the fence and the pinning have not run in the project's own tests, which
+have no device.
 """
 
 from __future__ import annotations
@@ -16,27 +14,24 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.engines.vllm.rows import Bytes, Layer, copy_rows, place_rows
 from kvtide.engines.vllm.segments import Segment, find_segment
 from kvtide.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 DEVICE_STAGING_BYTES = 32 * 1024 * 1024
 """The most device memory a copy takes at a time, beside what the engine planned for."""
-
-_TORCH_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class _HostFence:
@@ -47,72 +42,15 @@ class _HostFence:
 
 
 class _DeviceFence:
-    """A recorded event of the stream that was current when it was made."""
+    """A recorded event of the stream that is current when it is made, or of ``stream``."""
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, it does not spin
+        self._event.record(stream)
 
     def wait(self) -> None:
         """Block until the device has done what was enqueued before the fence."""
         self._event.synchronize()
-
-
-class _Rows(Protocol):
-    """The blocks of one layer, as rows of bytes."""
-
-    def read(self, ids: Any, out: Any) -> None: ...
-    def write(self, ids: Any, data: Any) -> None: ...
-
-
-class _HostRows:
-    """Blocks in host memory, without a copy of torch's: a numpy view of the storage."""
-
-    def __init__(self, tensor: torch.Tensor, segment: Segment) -> None:
-        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        self._unit = np.dtype(f"u{segment.unit}")
-        self._blocks = np.ndarray(
-            (segment.num_blocks, *segment.shape),
-            dtype=self._unit,
-            buffer=storage.numpy(),
-            offset=segment.start,
-            strides=(segment.block_stride, *segment.strides),
-        )
-
-    def read(self, ids: npt.NDArray[np.int64], out: Bytes) -> None:
-        """Copy the blocks ``ids`` into the rows of ``out``."""
-        self._shaped(out)[...] = self._blocks[ids]
-
-    def write(self, ids: npt.NDArray[np.int64], data: Bytes) -> None:
-        """Copy the rows of ``data`` into the blocks ``ids``."""
-        self._blocks[ids] = self._shaped(data)
-
-    def _shaped(self, rows: Bytes) -> npt.NDArray[Any]:
-        # Splits the last dimension only, so it stays a view whatever the distance of the rows.
-        return rows.view(self._unit).reshape(len(rows), *self._blocks.shape[1:])
-
-
-class _TorchRows:
-    """Blocks wherever torch has them; rows are uint8 tensors on the same device."""
-
-    def __init__(self, tensor: torch.Tensor, segment: Segment) -> None:
-        unit = segment.unit
-        self._unit = _TORCH_UNITS[unit]
-        self._blocks = torch.empty(0, dtype=self._unit, device=tensor.device).set_(
-            tensor.untyped_storage(),
-            segment.start // unit,
-            (segment.num_blocks, *segment.shape),
-            tuple(stride // unit for stride in (segment.block_stride, *segment.strides)),
-        )
-
-    def read(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the blocks ``ids`` into the rows of ``out``."""
-        out.copy_(self._blocks.index_select(0, ids).view(len(ids), -1).view(torch.uint8))
-
-    def write(self, ids: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy the rows of ``data`` into the blocks ``ids``."""
-        rows = data.contiguous().view(self._unit)
-        self._blocks.index_copy_(0, ids, rows.view(len(ids), *self._blocks.shape[1:]))
 
 
 class TensorBlocks:
@@ -151,7 +89,7 @@ class TensorBlocks:
                 for group_id, found in zip(group_ids, layers, strict=True)
             )
         )
-        self._rows = [_place_rows(group) for group in layers]
+        self._rows = [place_rows(group) for group in layers]
         self._device = devices.pop()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._registered: list[Bytes] = []
@@ -241,21 +179,14 @@ class TensorBlocks:
                 places = torch.from_numpy(ids[first : first + step]).to(self._device)
                 staged = torch.empty(part.shape, dtype=torch.uint8, device=self._device)
                 if not to_host:
-                    _copy_rows(part, staged)
+                    copy_rows(part, staged)
                 for low, high, layer in self._rows[group_id]:
                     copy = layer.read if to_host else layer.write
                     copy(places, staged[:, low:high])
                 if to_host:
-                    _copy_rows(staged, part)
+                    copy_rows(staged, part)
             if self._stream is not None:
-                self._stream.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    tensor: torch.Tensor
-    segment: Segment
-    trait: str
+                _DeviceFence(self._stream).wait()
 
 
 def _find_layers(
@@ -263,16 +194,16 @@ def _find_layers(
     kv_cache_config: Any,
     group_ids: Sequence[int],
     traits: Mapping[str, str],
-) -> tuple[list[list[_Layer]], list[str]]:
+) -> tuple[list[list[Layer]], list[str]]:
     planned = {
         name: tensor.block_stride
         for tensor in kv_cache_config.kv_cache_tensors
         for name in tensor.layers
     }
-    groups: list[list[_Layer]] = []
+    groups: list[list[Layer]] = []
     faults: list[str] = []
     for group_id in group_ids:
-        found: dict[tuple[int, Segment], _Layer] = {}
+        found: dict[tuple[int, Segment], Layer] = {}
         for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
             try:
                 tensor = _one_tensor(kv_caches.get(name))
@@ -285,7 +216,7 @@ def _find_layers(
                 continue
             # A layer that reuses another's KV cache has that layer's tensor: its bytes count once.
             key = (tensor.untyped_storage().data_ptr(), segment)
-            found.setdefault(key, _Layer(tensor, segment, traits.get(name, "")))
+            found.setdefault(key, Layer(tensor, segment, traits.get(name, "")))
         groups.append(list(found.values()))
     return groups, faults
 
@@ -320,7 +251,7 @@ def _device_faults(devices: set[torch.device]) -> list[str]:
     return [f"the KV cache lies on {names}: kvtide copies from the CPU or from one CUDA device"]
 
 
-def _group_layout(spec: Any, layers: Sequence[_Layer]) -> GroupLayout:
+def _group_layout(spec: Any, layers: Sequence[Layer]) -> GroupLayout:
     arrangements = [
         {
             "order": layer.segment.order,
@@ -335,22 +266,3 @@ def _group_layout(spec: Any, layers: Sequence[_Layer]) -> GroupLayout:
         segment_bytes=tuple(layer.segment.num_bytes for layer in layers),
         description="; ".join(f"{count} x {text}" for text, count in runs),
     )
-
-
-def _place_rows(layers: Sequence[_Layer]) -> list[tuple[int, int, _Rows]]:
-    placed: list[tuple[int, int, _Rows]] = []
-    low = 0
-    for layer in layers:
-        high = low + layer.segment.num_bytes
-        on_host = layer.tensor.device.type == "cpu"
-        rows = _HostRows if on_host else _TorchRows
-        placed.append((low, high, rows(layer.tensor, layer.segment)))
-        low = high
-    return placed
-
-
-def _copy_rows(source: torch.Tensor, target: torch.Tensor) -> None:
-    # Row by row, because torch copies rows with gaps between host and device through a hidden
-    # buffer and without overlap, while one row is a plain transfer from or to pinned memory.
-    for row, into in zip(source, target, strict=True):
-        into.copy_(row, non_blocking=True)

@@ -1,0 +1,61 @@
+"""What the tests around vLLM share: an environment, set before vLLM is imported, and models."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # One thread on every side of a comparison: a connector changes vLLM's default.
+        "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+        # The engine in this process: it starts in seconds, and a test can look inside.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+)
+# A store plugin that fails on a script, installed as any plugin would be: by its metadata.
+sys.path.append(str(HERE / "plugin"))
+
+if importlib.util.find_spec("vllm") is None:
+    # `make test` installs vLLM; only `make test-fast` runs without, and leaves these out.
+    collect_ignore = [
+        path.name for path in HERE.glob("test_*.py") if not path.name.startswith("test_demo")
+    ]
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., Any]:
+    """Build a real ``VllmConfig`` for a folder, with engine arguments of one's own."""
+    from tests.engines.vllm.configs import engine_config
+
+    return engine_config
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A small Llama's folder."""
+    from tests.engines.model_folders import make_folder
+
+    return make_folder(tmp_path / "model")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with random weights that can be run, made once."""
+    from kvtide.engines.vllm.demo_model import build
+
+    folder = tmp_path_factory.mktemp("models") / "a" / "final"
+    build(folder)
+    return folder
