@@ -122,7 +122,7 @@ class VllmEngine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        generator = random.Random(request_id)
+        generator = random.Random(request_id)  # noqa: S311 - no secrets
         request = Request(
             request_id=request_id,
             prompt_token_ids=[generator.randrange(32_000) for _ in range(num_tokens)],
@@ -216,7 +216,7 @@ def job_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
     }
     order = list(cases.items())
     for number in range(rounds):
-        random.Random(number).shuffle(order)
+        random.Random(number).shuffle(order)  # noqa: S311 - no secrets
         for context, case in order:
             case.prepare()
             start = time.perf_counter()

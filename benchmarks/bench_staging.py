@@ -53,7 +53,8 @@ def order_rows(path: Path, payload: int, rounds: int) -> Iterator[Row]:
         fresh = names("bb")
 
         def copy() -> None:
-            rows[:, :payload] = blocks[chosen]
+            for block, row in zip(chosen, rows, strict=True):
+                row[:payload] = blocks[block]
 
         def tag() -> None:
             for row, key in zip(rows, present, strict=True):
@@ -85,38 +86,30 @@ def order_rows(path: Path, payload: int, rounds: int) -> Iterator[Row]:
 
 
 def library_rows(layers: int, layer_bytes: int, rounds: int) -> Iterator[Row]:
-    """Compare copies of 128 blocks whose layers lie apart, as numpy and as torch make them."""
+    """Compare copies of 128 blocks, whose layers lie apart, through numpy and through torch."""
     import torch
 
+    from kvtide.engines.vllm.rows import HostRows, Layer, Run, TorchRows
+    from kvtide.engines.vllm.segments import find_segment
+
     torch.set_num_threads(1)
-    cache = torch.randint(0, 1 << 40, (layers, BLOCKS, layer_bytes // 8), dtype=torch.int64)
-    as_numpy = cache.numpy()
-    rows = torch.zeros(CHUNKS, layers, layer_bytes // 8, dtype=torch.int64)
-    rows_numpy = rows.numpy()
+    cache = torch.randint(0, 255, (layers, BLOCKS, layer_bytes), dtype=torch.uint8)
+    run: Run | None = None
+    for tensor in cache:
+        start = tensor.storage_offset()
+        segment = find_segment(
+            tensor.shape, tensor.stride(), start=start, item_bytes=1, num_blocks=BLOCKS
+        )
+        run = Run(tensor, segment) if run is None else run.joined(Layer(tensor, segment, ""))
+        assert run is not None
+    by_numpy, by_torch = HostRows(run), TorchRows(run)
+    rows = torch.zeros(CHUNKS, layers * layer_bytes, dtype=torch.uint8)
     ids = torch.randperm(BLOCKS)[:CHUNKS]
-    ids_numpy = ids.numpy()
-
-    def numpy_read() -> None:
-        for layer in range(layers):
-            rows_numpy[:, layer] = as_numpy[layer][ids_numpy]
-
-    def torch_read() -> None:
-        for layer in range(layers):
-            rows[:, layer].copy_(cache[layer].index_select(0, ids))
-
-    def numpy_write() -> None:
-        for layer in range(layers):
-            as_numpy[layer][ids_numpy] = rows_numpy[:, layer]
-
-    def torch_write() -> None:
-        for layer in range(layers):
-            cache[layer].index_copy_(0, ids, rows[:, layer].contiguous())
-
-    calls = {
-        "numpy read": numpy_read,
-        "torch read": torch_read,
-        "numpy write": numpy_write,
-        "torch write": torch_write,
+    calls: dict[str, Callable[[], object]] = {
+        "numpy read": lambda: by_numpy.read(ids.numpy(), rows.numpy()),
+        "torch read": lambda: by_torch.read(ids, rows),
+        "numpy write": lambda: by_numpy.write(ids.numpy(), rows.numpy()),
+        "torch write": lambda: by_torch.write(ids, rows),
     }
     medians = alternate(calls, rounds)
     total = CHUNKS * layers * layer_bytes

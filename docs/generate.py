@@ -69,9 +69,10 @@ exception but a `Status`.
 """
 
 METRICS = """\
-Counters only go up. Each is a Prometheus counter at vLLM's own endpoint, `kvtide_<name>_total`,
-with vLLM's labels; those that moved are in vLLM's periodic log line; and with `stats_path` all that
-ever moved are in a JSON file. What is counted per rank is summed over the ranks.
+Counters only go up. Each is a Prometheus counter at vLLM's own endpoint,
+`vllm:kvtide_<name>_total`, with vLLM's labels; those that moved are in vLLM's periodic log line;
+and with `stats_path` all that ever moved are in a JSON file. What is counted per rank is summed
+over the ranks.
 
 | counter | what it counts |
 |---|---|
