@@ -33,7 +33,7 @@ PHASES = (
 
 def seeded(seed: int | str) -> random.Random:
     """Return a generator that always says the same."""
-    return random.Random(seed)  # noqa: S311 - chance here is not secret
+    return random.Random(seed)
 
 
 def size_of(key: str) -> int:

@@ -483,3 +483,20 @@ def test_a_second_store_on_one_path_is_refused(small: LocalStore) -> None:
     with pytest.raises(StoreOpenError, match="already open in this process"):
         LocalStore(small.path)
     assert Arena(small).put([("a", b"abc")]) == [Status.OK]
+
+
+def test_a_reader_that_stays_fills_the_index_not_for_ever(path: Path) -> None:
+    """While someone reads an old version the index may fill: puts fail in time, and then go on."""
+    store = LocalStore(path, 64 * PAGE, lock_timeout_s=0.01)
+    arena = Arena(store)
+    statuses: set[Status] = set()
+    with store._index._env.begin():
+        for number in range(2_000):
+            statuses.update(arena.put([(f"key-{number}", b"x")]))
+            if Status.FAILED in statuses:
+                break
+    assert statuses == {Status.OK, Status.FAILED}
+    assert arena.put([("after", b"abc")]) == [Status.OK]
+    assert arena.get([("after", 3)]) == [(Status.OK, b"abc")]
+    assert check_extents(store)["reserved"] == 0
+    store.close()

@@ -222,6 +222,7 @@ class PoolScheduler:
             return
         num_computed_tokens, hit_token = granted
         tracker.advance(RequestEvent.LOAD_STARTED)
+        self.counters["load_jobs"] += 1
         job = plan_load(
             view,
             self.coordinator,

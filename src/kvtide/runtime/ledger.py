@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from kvtide.core.jobs import JobEnd, JobReport, LoadJob, StoreJob
+from kvtide.runtime.memory import Fence
 from kvtide.runtime.slab import Rows
 
 
@@ -57,12 +58,17 @@ class StoreTask:
 
 @dataclass(eq=False, slots=True)
 class LoadTask:
-    """One load job on this rank; ``unproven_token`` is the first token not proven loaded."""
+    """One load job on this rank; ``unproven_token`` is the first token not proven loaded.
+
+    Its blocks may be written only after ``fence``: the engine may have issued work on them before
+    it gave them to this request (a device zeroes blocks in its own time).
+    """
 
     job: LoadJob
     deadline_s: float
     unproven_token: int
     phase: Phase = Phase.WAITING
+    fence: Fence | None = None
 
 
 class Ledger:

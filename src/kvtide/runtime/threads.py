@@ -253,6 +253,8 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         From the claim to the end of the copy no deadline can end the load, so the engine cannot
         have given the blocks to another request.
         """
+        if task.fence is not None:
+            task.fence.wait()
         if not self._ledger.advance(task, Phase.COPYING):
             return False
         num_bytes = 0

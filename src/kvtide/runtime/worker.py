@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtide.core.jobs import JobEnd, JobReport, LoadJob, StepPlan
+from kvtide.core.jobs import JobEnd, JobReport, StepPlan
 from kvtide.runtime.context import RankContext, StoreShare
 from kvtide.runtime.ledger import LoadTask, StoreTask
 from kvtide.runtime.limits import WorkerLimits
@@ -67,6 +67,7 @@ class PoolWorker:
         self._ledger = context.ledger
         self.bad_keys = context.bad_keys
         self._unfenced: list[StoreTask] = []
+        self._unstarted: list[LoadTask] = []
         self._is_closed = False
         self._send_slab = self._adopted_slab(limits.staging_bytes)
         self._load_slab = self._adopted_slab(limits.load_staging_bytes)
@@ -83,27 +84,41 @@ class PoolWorker:
     # ---------------------------------------------------------------------------- every step
 
     def take_over(self, plan: StepPlan) -> None:
-        """Take over a step's jobs: loads start, stores wait for the next :meth:`fence`.
+        """Take over a step's jobs: loads wait for :meth:`start_loads`, stores for :meth:`fence`.
 
-        Stores of an earlier step that nobody fenced are fenced first. Cheap with an empty plan.
+        What an earlier step left unfenced or not started is so first. Cheap with an empty plan.
         """
+        self.start_loads()
         self.fence()
         if not plan:
             return
         self._databases.learn(plan.prefixes)
         now_s = self._clock()
         for load in plan.loads:
-            self._begin_load(load, now_s)
+            unproven = first_token(load, self._databases.block_sizes)
+            load_task = LoadTask(load, now_s + self._limits.load_timeout_s, unproven)
+            self._ledger.open_load(load_task)
+            self._unstarted.append(load_task)
         for store in plan.stores:
             task = StoreTask(store, now_s + self._limits.save_timeout_s)
             self._ledger.open_store(task)
             self._unfenced.append(task)
 
-    def _begin_load(self, job: LoadJob, now_s: float) -> None:
-        unproven = first_token(job, self._databases.block_sizes)
-        task = LoadTask(job, now_s + self._limits.load_timeout_s, unproven)
-        self._ledger.open_load(task)
-        self.receiver.offer(task)
+    def start_loads(self) -> None:
+        """Queue the loads taken over; they write only after the work issued so far is done."""
+        if not self._unstarted:
+            return
+        tasks, self._unstarted = self._unstarted, []
+        try:
+            fence = self._memory.record()
+        except Exception:  # noqa: BLE001 - logged there; the engine's step must go on
+            self.receiver.faults.exception("marking the engine's work failed")
+            for task in tasks:
+                self._ledger.end_load(task, task.unproven_token)
+            return
+        for task in tasks:
+            task.fence = fence
+            self.receiver.offer(task)
 
     def fence(self) -> None:
         """Hand the unfenced stores to staging, to be copied once the work issued so far is done."""
@@ -121,8 +136,10 @@ class PoolWorker:
     def poll(self, now_s: float | None = None) -> WorkerResults:
         """Return the loads that ended since the last call, after ending what is past its deadline.
 
-        How they failed is in the next :meth:`take_report`, or was in an earlier one.
+        How they failed is in the next :meth:`take_report`, or was in an earlier one. Loads that
+        nobody started are started: some runners never call the hook for it.
         """
+        self.start_loads()
         self.expire(self._clock() if now_s is None else now_s)
         return WorkerResults(*self._ledger.take_loads())
 
@@ -159,6 +176,7 @@ class PoolWorker:
             return
         self._is_closed = True
         give_up_s = time.monotonic() + self._limits.flush_timeout_s
+        self.start_loads()
         for load in self.receiver.clear():
             self._ledger.end_load(load, load.unproven_token, lost=True)
         self.flush(0.75 * self._limits.flush_timeout_s)
@@ -178,6 +196,7 @@ class PoolWorker:
 
     def run_pending(self) -> None:
         """Do everything that is queued in the caller's thread (with ``threaded=False``)."""
+        self.start_loads()
         self.staging.run_pending()
         self.sender.run_pending()
         self.receiver.run_pending()
@@ -186,6 +205,7 @@ class PoolWorker:
         """Return what is open, queued and held: all zero once every job has ended."""
         counts = self._ledger.open_counts()
         counts["unfenced"] = len(self._unfenced)
+        counts["unstarted"] = len(self._unstarted)
         counts["to_stage"] = len(self.staging)
         counts["to_put"] = len(self.sender)
         counts["to_load"] = len(self.receiver)

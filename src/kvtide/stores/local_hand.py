@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -22,10 +21,12 @@ PAGE_NUMBER = struct.Struct(">I")
 _HEAD = struct.Struct("<IBQ")
 _OWNER = struct.Struct("<IQ")
 
-_PATIENCE = 256
-"""Extents the hand passes for one value before it stops granting second chances."""
+MOST_CHANCES = 4
+"""Laps that the hand passes a value at most."""
+_PATIENCE = 8_192
+"""Second chances the hand grants in one transaction; both bound the time under the write lock."""
 _LAST_STEP = 20_000
-"""Extents the hand passes for one value at most: it bounds the time under the write lock."""
+"""Extents the hand looks at for one value."""
 
 
 class ExtentKind(IntEnum):
@@ -36,8 +37,7 @@ class ExtentKind(IntEnum):
     RESERVED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Neighbouring pages with one fate. ``tail`` is the key of a value or the packed owner."""
 
     first_page: int
@@ -101,6 +101,7 @@ class Hand:
         self._chances = chances
         self._protected_from = protected_from
         self._is_alive = is_alive
+        self._patience = _PATIENCE
         self._known_alive: dict[bytes, bool] = {}
         # In pages. What did not fit once does not fit in this transaction.
         self._too_large = 1 << 32
@@ -137,15 +138,15 @@ class Hand:
         run: list[Extent] = []
         run_pages = laps = 0
         found = self._cursor.set_range(PAGE_NUMBER.pack(self.position))
-        for step in range(_LAST_STEP):
+        for _ in range(_LAST_STEP):
             if not found:
-                # A run does not wrap. Two laps meet every extent once without second chances.
-                run, run_pages, laps = [], 0, laps + (step > _PATIENCE)
-                if laps > 1:
+                # A run does not wrap. The last whole lap meets every value without a chance left.
+                run, run_pages, laps = [], 0, laps + 1
+                if laps > MOST_CHANCES + 2:
                     break
                 self._cursor.first()
             extent = Extent.read(*self._cursor.item())
-            if self._may_take(extent, forced=step >= _PATIENCE):
+            if self._may_take(extent):
                 run.append(extent)
                 run_pages += extent.num_pages
                 if run_pages >= num_pages:
@@ -156,7 +157,7 @@ class Hand:
         self._too_large = num_pages
         return None
 
-    def _may_take(self, extent: Extent, *, forced: bool) -> bool:
+    def _may_take(self, extent: Extent) -> bool:
         if extent.kind == ExtentKind.FREE:
             return True
         if extent.kind == ExtentKind.RESERVED:
@@ -164,7 +165,8 @@ class Hand:
         if extent.generation > self._protected_from:
             return False
         chances = int(self._chances[extent.first_page])
-        if chances and not forced:
+        if chances and self._patience:
+            self._patience -= 1
             self._chances[extent.first_page] = chances - 1
             return False
         return True

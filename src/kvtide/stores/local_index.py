@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 import numpy as np
@@ -67,8 +67,7 @@ def first_pages(entries: Sequence[bytes]) -> npt.NDArray[np.uint32]:
     return pages
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Pages that one put writes to, and nobody else until its process is dead or it gives them up.
 
     ``generation`` is odd; the value is published under ``generation + 1``.

@@ -22,7 +22,6 @@ ENTRY_POINT_GROUP = "kvtide.stores"
 _BUILT_IN = {
     "memory": "kvtide.stores.memory:open_memory",
     "local": "kvtide.stores.local:open_local",
-    "mooncake": "kvtide.stores.mooncake:open_mooncake",
 }
 
 StoreOpener = Callable[[StoreUrl], Store]

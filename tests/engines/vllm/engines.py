@@ -13,7 +13,6 @@ from typing import Any
 
 BLOCK = 32
 NUM_OUTPUT_TOKENS = 16
-MAX_IDLE_STEPS = 4000
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -84,8 +83,10 @@ class InProcessEngine:
         self, *prompts: list[int], num_tokens: int = NUM_OUTPUT_TOKENS, **sampling: Any
     ) -> list[list[int]]:
         """Return the greedy tokens after each prompt."""
-        return [list(output.outputs[0].token_ids) for output in self.run(
-            *prompts, num_tokens=num_tokens, **sampling)]
+        return [
+            list(output.outputs[0].token_ids)
+            for output in self.run(*prompts, num_tokens=num_tokens, **sampling)
+        ]
 
     def run(
         self, *prompts: list[int], num_tokens: int = NUM_OUTPUT_TOKENS, **sampling: Any
@@ -119,14 +120,23 @@ class InProcessEngine:
     def settle(self) -> None:
         """Step until no pin is left and every job has ended everywhere."""
         self.step_until(
-            lambda: not self.pool.has_pins
-            and not self.pool.num_open_jobs
-            and not self.core.scheduler.has_requests()
+            lambda: (
+                not self.pool.has_pins
+                and not self.pool.num_open_jobs
+                and not self.core.scheduler.has_requests()
+            )
         )
 
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache, so that only the pool can help."""
         assert self.llm.reset_prefix_cache(), "a block is still pinned"
+
+    def close_connectors(self) -> None:
+        """Shut only kvtide's two halves down, as vLLM would."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().shutdown()
+        self.connector.shutdown()
 
     def close(self) -> None:
         """Shut the engine down, and let go of it: its finalizer would shut the next one down."""

@@ -110,9 +110,7 @@ def block_bytes(one: InProcessEngine) -> dict[bytes, bytes]:
     return found
 
 
-def test_a_prompt_is_saved_while_it_is_computed_chunk_by_chunk(
-    model: Path, pool_url: str
-) -> None:
+def test_a_prompt_is_saved_while_it_is_computed_chunk_by_chunk(model: Path, pool_url: str) -> None:
     """Two prefill steps, two jobs; not only the first step is stored."""
     with engine(model, pool_url) as cold:
         cold.generate(PROMPT, num_tokens=1)

@@ -248,9 +248,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
         """Return the Prometheus side of the statistics."""
-        return KVTidePromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues
-        )
+        return KVTidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupPlan]:

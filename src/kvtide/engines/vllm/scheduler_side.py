@@ -33,6 +33,8 @@ from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.vllm.view import EngineTables, VllmRequestView
 from kvtide.errors import ConfigError
 from kvtide.runtime.lookup import LookupExecutor
+from kvtide.runtime.slab import page_padded
+from kvtide.runtime.tags import TAG_BYTES
 from kvtide.stores import Store
 
 JOB_SHARE_OF_STAGING = 4
@@ -291,6 +293,9 @@ class SchedulerSide:
 
 
 def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout) -> int:
-    """Return the bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
+    """Return the staging bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
     unit = coordinator.lcm_block_size
-    return sum(unit // group.block_size * group.payload_bytes for group in layout.groups)
+    return sum(
+        unit // group.block_size * page_padded(group.payload_bytes + TAG_BYTES)
+        for group in layout.groups
+    )

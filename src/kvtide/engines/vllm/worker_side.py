@@ -47,9 +47,7 @@ class WorkerSide:
         """Take the engine's KV tensors, one per layer, and start."""
         config = self._config
         traits = features.attention_traits(self._vllm_config, kv_caches)
-        self._blocks = TensorBlocks(
-            kv_caches, self._kv_cache_config, self._plan.group_ids, traits
-        )
+        self._blocks = TensorBlocks(kv_caches, self._kv_cache_config, self._plan.group_ids, traits)
         self._worker = PoolWorker(
             self._blocks,
             self._store,
@@ -80,7 +78,7 @@ class WorkerSide:
     def start_loads(self) -> None:
         """Start the step's loads, ordered after everything the engine has issued so far."""
         if self._worker is not None:
-            pass
+            self._worker.start_loads()
 
     def fence(self) -> None:
         """Mark the point after which the step's blocks may be read."""
