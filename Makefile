@@ -40,11 +40,13 @@ format: $(LINT)/.done ## rewrite the sources the way `make lint` wants them
 	@$(LINT)/bin/ruff format .
 	@$(LINT)/bin/ruff check --fix .
 
-bench: $(VENV)/.test ## run the benchmarks: ratios within one run, as JSON (5 min)
+bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (5 min)
+	@rm -rf build/bench
 	@for script in benchmarks/bench_*.py; do \
 	  [ -e "$$script" ] || { echo "no benchmarks yet"; exit 0; }; \
 	  echo "==> $$script"; $(VENV)/bin/python "$$script" || exit 1; \
 	done
+	@$(VENV)/bin/python benchmarks/measuring.py
 
 docs: $(DOCS)/.done ## build the documentation into site/ (20 s)
 	@echo "==> mkdocs: site/ (about 10 s)"

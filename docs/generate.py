@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,9 @@ import click
 from kvtide import errors
 from kvtide.cli import cli
 from kvtide.config import ROLES, options
+from kvtide.core import requests
+from kvtide.core.requests import NEW_LIFE, TRANSITIONS, RequestEvent, RequestState
+from kvtide.metrics import COUNTERS, GAUGES
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Made by docs/generate.py from the code: change it there, then run `make docs`. -->\n"
@@ -25,6 +30,8 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration(),
         "cli.md": command_line(),
         "errors.md": error_classes(),
+        "metrics.md": metrics(),
+        "request-states.md": request_states(),
     }
 
 
@@ -59,6 +66,37 @@ What kvtide raises on purpose, importable from `kvtide`. What happens to a singl
 exception but a `Status`.
 
 %s
+"""
+
+METRICS = """\
+Counters only go up. Each is a Prometheus counter at vLLM's own endpoint,
+`vllm:kvtide_<name>_total`, with vLLM's labels; those that moved are in vLLM's periodic log line;
+and with `stats_path` all that ever moved are in a JSON file. What is counted per rank is summed
+over the ranks.
+
+| counter | what it counts |
+|---|---|
+%s
+
+The file has two numbers more, which go up and down:
+
+| name | what it is |
+|---|---|
+%s
+"""
+
+STATES = """\
+What the pool remembers of a request, from
+[`TRANSITIONS`](../src/kvtide/core/requests.py). A row is a state, a column an event, a cell the
+state that follows. An empty cell leaves the state as it is.
+
+%s
+
+%s
+
+After %s nothing that is still under way belongs to
+the request any more: its progress is forgotten, and a report that comes late updates a record that
+nobody reads.
 """
 
 
@@ -107,6 +145,45 @@ def error_classes() -> str:
         summary = inspect.cleandoc(error.__doc__ or "").splitlines()[0]
         lines.append(f"{'    ' * depth}- `{error.__name__}`: {summary}")
     return page("Errors", ERRORS % "\n".join(lines))
+
+
+def metrics() -> str:
+    """Return the page about the counters."""
+    tables = [
+        "\n".join(row(f"`{name}`", text) for name, text in listed.items())
+        for listed in (COUNTERS, GAUGES)
+    ]
+    return page("Metrics", METRICS % tuple(tables))
+
+
+def request_states() -> str:
+    """Return the page about the states of a request, drawn from the table of transitions."""
+    meanings = member_docs(RequestState)
+    states = [f"- **{state.value}**: {meanings[state.name]}" for state in RequestState]
+    lines = [
+        row("", *(event.value for event in RequestEvent)),
+        "|---" * (len(RequestEvent) + 1) + "|",
+    ]
+    for state, following in TRANSITIONS.items():
+        cells = (following[event].value if event in following else "" for event in RequestEvent)
+        lines.append(row(f"**{state.value}**", *cells))
+    ends = sorted(event.value for event in NEW_LIFE)
+    events = ", ".join(f"*{event}*" for event in ends[:-1]) + f" and *{ends[-1]}*"
+    return page("Request states", STATES % ("\n".join(states), "\n".join(lines), events))
+
+
+def member_docs(enum: type[RequestState]) -> dict[str, str]:
+    """Return the string below each member of an enumeration, in one line."""
+    [body] = [
+        node.body
+        for node in ast.parse(inspect.getsource(requests)).body
+        if isinstance(node, ast.ClassDef) and node.name == enum.__name__
+    ]
+    docs = {}
+    for member, text in itertools.pairwise(body):
+        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr):
+            docs[ast.unparse(member.targets[0])] = " ".join(ast.literal_eval(text.value).split())
+    return docs
 
 
 def page(title: str, text: str) -> str:

@@ -27,6 +27,8 @@ BAD: list[tuple[dict[str, Any], str | None, list[list[str]]]] = [
     ({"cache_prefix": "a\n"}, "kv_both", [["cache_prefix must be"]]),
     ({"cache_prefix": 7}, "kv_both", [["cache_prefix must be", "but is 7"]]),
     ({"weights_version": "v" * 129}, "kv_both", [["weights_version must be up to 128"]]),
+    ({"weights_version": "@version"}, "kv_both", [["weights_version must be", "'@/path'"]]),
+    ({"weights_version": "@/a\0b"}, "kv_both", [["weights_version must be", "'@/path'"]]),
     ({"key_format": "vllm"}, "kv_both", [["key_format must be 'kvtide'", "not available yet"]]),
     ({"key_format": "lmcache"}, "kv_both", [["key_format must be 'kvtide'"]]),
     ({"save_decode_cache": "true"}, "kv_both", [["save_decode_cache", "without quotes: true"]]),
@@ -144,3 +146,9 @@ def test_any_mapping_is_accepted_or_refused_with_a_config_error(extra: dict[str,
         PoolConfig.from_mapping(extra, "kv_both")
     except ConfigError as error:
         assert error.faults  # noqa: PT017 - either outcome is fine, a third is not
+
+
+@pytest.mark.parametrize("version", ["", "r7", "org/model-2.1", "@/etc/kvtide/version"])
+def test_weights_are_named_by_a_name_or_by_a_file(version: str) -> None:
+    """The file is named by its absolute path, after an @."""
+    assert PoolConfig.from_mapping({"weights_version": version}).weights_version == version

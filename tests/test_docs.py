@@ -1,16 +1,25 @@
 """The documentation says what the code does."""
 
+import ast
 import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import kvtide
 from kvtide.config import PoolConfig, options
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.groups import FullAttention
+from kvtide.core.jobs import JobEnd, JobReport, StepPlan, unpack_block_ids
+from kvtide.core.scheduler import PoolScheduler, Scheduled, SchedulerLimits, StepEvents
 from kvtide.errors import KVTideError
+from kvtide.metrics import COUNTERS, GAUGES
+from kvtide.runtime.tags import tag_for
+from kvtide.testing.lookups import ManualLookups
+from kvtide.testing.requests import RecordingRequest, fake_hashes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -81,16 +90,158 @@ def test_the_configuration_in_the_readme_is_accepted() -> None:
     assert config["kv_connector_module_path"] == "kvtide.engines.vllm"
 
 
+def test_every_counter_and_gauge_is_documented() -> None:
+    """Each has a row of its own, and what other pages call a counter is one."""
+    for name in (*COUNTERS, *GAUGES):
+        assert f"\n| `{name}` |" in PAGES["metrics.md"]
+    table = (DOCS / "operations.md").read_text(encoding="utf-8").partition("## The local store")[0]
+    known = {*COUNTERS, *(option.name for option in options())}
+    mentioned = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", table))
+    assert mentioned <= known | {"kv_load_failure_policy"}, mentioned - known
+
+
+def all_pages() -> list[Path]:
+    """Return every page of text, those that people read on the repository's site included."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """Each relative link in README, CONTRIBUTING and the pages has a file at its end."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
-    for file in files:
-        for target in re.findall(r"\]\(([^)#:]+)\)", file.read_text(encoding="utf-8")):
-            assert (file.parent / target).exists(), f"{file.name} links to {target}"
+    for file in all_pages():
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text(encoding="utf-8")):
+            if target != "../src/kvtide/...":  # how such a link is written, in CONTRIBUTING
+                assert (file.parent / target).exists(), f"{file.name} links to {target}"
+
+
+def defined_names(file: Path) -> set[str]:
+    """Return the names that a module defines, those in classes with the class before them."""
+    names: set[str] = set()
+
+    def collect(body: list[ast.stmt], head: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(head + node.name)
+            if isinstance(node, ast.ClassDef):
+                collect(node.body, f"{head}{node.name}.")
+            if isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names.update(head + ast.unparse(target) for target in targets)
+
+    collect(ast.parse(file.read_text(encoding="utf-8")).body, "")
+    return names
+
+
+def test_every_name_that_links_to_the_code_is_defined_there() -> None:
+    """The text of a link to a module is its file name, or names that it defines."""
+    num_links = 0
+    link = re.compile(r"\[((?:`[\w.]+`(?:,\s+)?)+)\]\(((?:\.\./)+src/[^)]+)\)")
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        found = link.findall(text)
+        assert len(found) == len(re.findall(r"\]\((?:\.\./)+src/", text)), page
+        for shown, target in found:
+            file = page.parent / target
+            for name in re.findall(r"`([\w.]+)`", shown):
+                num_links += 1
+                known = defined_names(file) | {file.name}
+                assert name in known, f"{page.name}: {name} is not in {target}"
+    assert num_links > 40
 
 
 def test_every_page_is_in_the_navigation() -> None:
     """No page is left out of the site."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for page in DOCS.glob("*.md"):
-        assert f": {page.name}\n" in navigation
+    for page in DOCS.rglob("*.md"):
+        assert f": {page.relative_to(DOCS)}\n" in navigation
+
+
+def test_links_to_sources_become_plain_text_on_the_site() -> None:
+    """The site has no sources; with a repository named, the links lead there."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    text = "see [`a`](../src/kvtide/a.py) and [b](b.md)"
+    bare, named = SimpleNamespace(repo_url=None), SimpleNamespace(repo_url="https://host/k/")
+    assert hooks.on_page_markdown(text, config=bare) == "see `a` and [b](b.md)"
+    linked = "see [`a`](https://host/k/blob/main/src/kvtide/a.py) and [b](b.md)"
+    assert hooks.on_page_markdown(text, config=named) == linked
+
+
+def test_the_table_of_a_tag_is_its_layout() -> None:
+    """The concepts page gives each field the bytes that it has."""
+    page = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    ranges = [(int(low), int(high)) for low, high in re.findall(r"\n\| (\d+)-(\d+) \|", page)]
+    tag = tag_for("key", memoryview(b"12345"))
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] + 1 == len(tag)
+    magic, version, zero, _, length, _ = (tag[low : high + 1] for low, high in ranges)
+    assert magic == b"KVTD"
+    assert [int.from_bytes(part, "little") for part in (version, zero, length)] == [1, 0, 5]
+
+
+class Example:
+    """The scheduler of the walkthrough's example: blocks of 16 tokens, a store that is a set."""
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        coordinator = Coordinator((FullAttention(16),), 16)
+        self.lookups = ManualLookups(coordinator, lambda keys: [k in self.present for k in keys])
+        self.scheduler = PoolScheduler(
+            coordinator,
+            self.lookups,
+            limits=SchedulerLimits(max_pinned_blocks=100, max_job_tokens=1 << 20),
+        )
+        self.database = coordinator.databases("ns", range(1))[0][0]
+
+    def arrive(self, num_tokens: int, held: int = 0) -> tuple[RecordingRequest, int | None, int]:
+        """Return a new request, what is promised to it, and how many keys were asked for."""
+        view = RecordingRequest(
+            num_tokens=num_tokens, hashes=fake_hashes(num_tokens // 16), local_hit_tokens=held
+        )
+        self.lookups.asked.clear()
+        self.scheduler.on_new_request(view, "ns", 0.0)
+        promised = self.scheduler.match(view, held, 0.0)
+        return view, promised, sum(map(len, self.lookups.asked))
+
+    def step(self, *scheduled: Scheduled) -> tuple[StepPlan, list[int]]:
+        """Return a step's plan and the blocks it pins."""
+        return self.scheduler.step(StepEvents((), scheduled), 0.0)
+
+    def stored(self, plan: StepPlan) -> list[int]:
+        """Store a plan's job and return the blocks that are given back."""
+        [job] = plan.stores
+        self.present.update(map(self.database.key_for, job.hashes))
+        report = JobReport()
+        report.end(job.job_id, JobEnd.STORED)
+        return self.scheduler.on_report(report, 0.0)
+
+
+def test_the_example_of_the_walkthrough() -> None:
+    """The numbers on the page are what the core does."""
+    example = Example()
+    view, promised, num_keys = example.arrive(100)
+    assert (promised, num_keys) == (0, 6)
+    plan, pins = example.step(Scheduled(view, 0, 64, is_admission=True))
+    assert [(job.start_token, job.end_token) for job in plan.stores] == [(0, 64)]
+    assert pins == [1, 2, 3, 4]
+    assert example.stored(plan) == [4, 3, 2, 1]
+    plan, pins = example.step(Scheduled(view, 64, 36, is_admission=False))
+    assert [(job.start_token, job.end_token) for job in plan.stores] == [(64, 96)]
+    assert pins == [5, 6]
+    assert example.stored(plan) == [6, 5]
+    assert not example.step(Scheduled(view, 100, 1, is_admission=False))[0]
+
+    view, promised, num_keys = example.arrive(100)
+    assert (promised, num_keys) == (96, 6)
+    example.scheduler.on_allocated(view, 96)
+    [load] = example.step()[0].loads
+    assert (load.start_token, load.end_token) == (0, 96)
+    assert len(unpack_block_ids(load.block_ids[0])) == 6
+    example.scheduler.on_load_finished(view.request_id)
+    assert not example.step(Scheduled(view, 96, 4, is_admission=True))[0]
+
+    assert example.arrive(97)[1] == 96
+    assert example.arrive(96)[1] == 80
+    assert example.arrive(100, held=48)[1:] == (48, 5)

@@ -116,6 +116,8 @@ def _key_format(value: object) -> str:
 
 _NAME: Final = r"[A-Za-z0-9._/-]{0,128}"
 _NAME_ACCEPTED: Final = "up to 128 letters, digits, '.', '_', '-' or '/'"
+_VERSION: Final = _NAME + r"|@/[^\0]+"
+_VERSION_ACCEPTED: Final = _NAME_ACCEPTED + "; or '@/path' of a file that holds a name"
 _URL_ACCEPTED: Final = (
     "a URL such as 'local:///dev/shm/kvtide?size=20GiB', 'memory://' or 'mooncake://host:50051'"
 )
@@ -160,10 +162,12 @@ class PoolConfig:
     weights_version: str = _option(
         "",
         "",
-        _NAME_ACCEPTED,
-        _text(_NAME_ACCEPTED, _NAME),
-        "Names the weights now served, where they change under one model name; replicas that give "
-        "the same version go on sharing after a reset of the cache.",
+        _VERSION_ACCEPTED,
+        _text(_VERSION_ACCEPTED, _VERSION),
+        "Names the weights now served, in place of a digest of the model's files. Only a file can "
+        "name new weights: it is read again at each reset of the cache, and engines that read the "
+        "same name from the same path share. Without a file an engine that was reset takes a "
+        "random name, and shares nothing from before.",
     )
     key_format: str = _option(
         "kvtide",
@@ -198,7 +202,7 @@ class PoolConfig:
         "bytes",
         "a size of at least 1MiB",
         _size(1 << 20),
-        "Memory per worker in which saved blocks wait for the store.",
+        "Memory per worker in which saved blocks wait for the store; loads take as much again.",
     )
     save_timeout_s: float = _option(
         30,

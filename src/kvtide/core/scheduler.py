@@ -391,6 +391,7 @@ class PoolScheduler:
     def _on_load_failed(self, request_id: str, token: int, now_s: float, *, lost: bool) -> None:
         self.counters["failed_loads"] += 1
         if lost:
+            self.counters["lost_loads"] += 1
             self._suspend_loads(now_s)
         self._admission.load_ended(request_id)
         tracker = self._trackers.get(request_id)
@@ -413,8 +414,6 @@ class PoolScheduler:
         elif JobEnd.NO_SPACE in failures or JobEnd.LOST in failures:
             self._pool_back_off.fail(now_s, self._limits)
             self.counters["pool_back_offs"] += 1
-        for end in failures:
-            self.counters[f"jobs_{end.value}"] += 1
         progress = job.progress
         progress.num_open_jobs -= 1
         if not failures:

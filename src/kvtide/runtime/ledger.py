@@ -177,7 +177,6 @@ class Ledger:
         request_id = task.job.request_id
         if fail_token is not None:
             self._report.fail_load(request_id, fail_token, lost=lost)
-            self._report.counters["lost_loads" if lost else "failed_loads"] += 1
             self._failed_loads.add(request_id)
         self._finished_loads.add(request_id)
         self._settled.notify_all()

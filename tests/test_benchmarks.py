@@ -1,0 +1,61 @@
+"""The benchmarks measure what they say, on stand-ins; their times are not judged here."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function that imports a benchmark, which writes below ``tmp_path``."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load_module(name: str) -> ModuleType:
+        module = __import__(name)
+        monkeypatch.setattr(sys.modules["measuring"], "OUTPUT", tmp_path)
+        return module
+
+    return load_module
+
+
+def test_the_metadata_of_a_step_does_not_grow_with_the_context(load: Any) -> None:
+    """At 128k tokens a step's plan pickles to at most 1.1 times what it does at 2k."""
+    bench = load("bench_scheduler")
+    cases = {context: bench.Case(bench.StandIn(context), context) for context in bench.CONTEXTS}
+    rows = list(bench.metadata_rows(cases))
+    assert [row.met for row in rows] == [None, None, True]
+    for row in bench.job_rows(cases, 2):
+        assert row.kvtide > 0
+    for case in cases.values():
+        assert case.scheduler.num_open_jobs == case.scheduler.num_pinned_blocks == 0
+
+
+def test_a_lookup_asks_for_64_keys_on_a_cold_miss_and_once_for_each_on_a_hit(load: Any) -> None:
+    """The figures of the lookup are counts of keys, calls, and times."""
+    bench = load("bench_scheduler")
+    figures = {row.case: row.kvtide for row in bench.lookup_rows(2)}
+    assert figures["lookup at 128k, cold miss: keys asked"] == 64
+    assert figures["lookup at 128k, cold miss: store calls"] == 1
+    assert figures["lookup at 128k, full hit: keys asked"] == 8191
+
+
+def test_all_rows_are_joined_in_one_summary(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of every benchmark are in the list, and goals that were missed are told."""
+    measuring = load("measuring")
+    row = {"case": "c", "unit": "us", "peer": None, "ratio": None}
+    measuring.report("b", [measuring.Row(bench="b", kvtide=2, goal="<= 1", met=False, **row)])
+    measuring.report("a", [measuring.Row(bench="a", kvtide=1, goal="<= 1", met=True, **row)])
+    for _ in range(2):  # the summary of an earlier run is no benchmark's
+        rows = json.loads(measuring.merge().read_text())
+        assert [one["bench"] for one in rows] == ["a", "b"]
+        assert set(rows[0]) == {*row, "bench", "kvtide", "goal", "met"}
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT MET")]
+    assert set(told) == {"NOT MET: b, c: 2 (goal <= 1)"}
