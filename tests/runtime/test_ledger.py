@@ -118,3 +118,15 @@ def test_a_key_is_reported_bad_or_mended_never_both() -> None:
     report = ledger.take_report()
     assert report is not None
     assert (report.bad_keys, report.mended_keys) == (set(), {"k"})
+
+
+def test_what_was_taken_does_not_change_afterwards() -> None:
+    """A load that ends right after a poll is told by the next one, and by no other."""
+    ledger = Ledger()
+    finished, failed = ledger.take_loads()
+    task = load_task()
+    ledger.open_load(task)
+    ledger.end_load(task, 0)
+    assert (finished, failed) == (set(), set())
+    assert ledger.take_loads() == ({"r"}, {"r"})
+    assert ledger.take_loads() == (set(), set())

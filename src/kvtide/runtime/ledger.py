@@ -235,9 +235,10 @@ class Ledger:
     def take_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load ended since the last call, and those of them it failed."""
         with self._lock:
+            # New sets even where these are empty: a set that the caller holds must never change,
+            # or a load that ends just now would be told twice, and the engine would stop.
             taken = self._finished_loads, self._failed_loads
-            if self._finished_loads:
-                self._finished_loads, self._failed_loads = set(), set()
+            self._finished_loads, self._failed_loads = set(), set()
             return taken
 
     def take_report(self) -> JobReport | None:

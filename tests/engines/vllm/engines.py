@@ -120,11 +120,12 @@ class InProcessEngine:
     def settle(self, *, limit_s: float = 30.0) -> None:
         """Step until no pin is left and every job has ended everywhere.
 
-        An idle engine takes no step, so the last reports travel with tiny requests.
+        An idle engine takes no step, so the last reports travel with tiny requests. Staging
+        memory under a store call that hangs stays taken.
         """
         end_s = time.monotonic() + limit_s
         self.step_until(lambda: not self.core.scheduler.has_requests())
-        while self.worker.usage().total() or self.pool.num_open_jobs:
+        while self.pool.num_open_jobs or self.worker.usage()["loads"]:
             assert time.monotonic() < end_s, f"never ended: {self.pool!r} {self.worker!r}"
             self.generate([3, 4, 5], num_tokens=2)
 

@@ -105,6 +105,7 @@ def heal(one: InProcessEngine, store: FaultyStore) -> None:
     store.script = ()
     store.release()
     one.settle()
+    one.step_until(lambda: not one.worker.usage().total())
     time.sleep(OPTIONS["max_backoff_s"])
 
 
