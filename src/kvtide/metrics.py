@@ -33,6 +33,7 @@ COUNTERS: Mapping[str, str] = {
     "lookup_errors": "Lookups taken as a miss because the store raised.",
     "looked_up_keys": "Keys that lookups asked the store for.",
     # Loading, as the scheduler side sees it.
+    "promises_withdrawn": "Hits offered to the engine that it did not admit for too long.",
     "load_jobs": "Load jobs handed to the workers.",
     "loaded_tokens": "Tokens whose KV cache was loaded from the store instead of computed.",
     "failed_loads": "Loads that failed, so that the engine recomputed (lost ones included).",

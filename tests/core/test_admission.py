@@ -148,6 +148,24 @@ def test_after_a_failed_load_the_answer_ends_before_the_chunk_that_failed() -> N
     assert house.match() == 0
 
 
+def test_a_promise_the_engine_does_not_take_up_is_withdrawn_for_one_question() -> None:
+    """It may refuse a load for ever that it could compute: asked without one, it can go on."""
+    house = House(12, grant_wait_s=5.0)
+    assert [house.match(now_s=now_s) for now_s in (0.0, 4.9, 5.0, 5.1, 10.0, 10.2)] == [
+        *(192, 192, 0, 192, 192, 0)
+    ]
+    assert house.counters["promises_withdrawn"] == 2
+
+
+def test_after_a_failed_load_a_promise_is_made_once() -> None:
+    """VLLM counts the failed load against the request: the second may never be admitted."""
+    house = House(12)
+    house.tracker.load_limit_token = 100
+    house.tracker.num_failed_loads = 1
+    assert [house.match() for _ in range(2)] == [96, 0]
+    assert house.admission.granted("r", 0) is None
+
+
 def test_budgets_act_before_a_hit_is_promised() -> None:
     """Too many loads: a miss. Too many tokens: a shorter hit."""
     house = House(12, max_loads=1, max_load_tokens=100)
@@ -167,7 +185,7 @@ def test_a_hit_shorter_than_worth_the_load_is_not_loaded() -> None:
 
 def test_loads_are_suspended_after_one_timed_out_and_resume() -> None:
     """Each suspension is longer, until a load succeeds."""
-    house = House(4)
+    house = House(4, grant_wait_s=100.0)
     for now_s, until_s in ((0.0, 1.0), (1.0, 3.0)):
         house.admission.suspend(now_s, first_delay_s=1.0, max_delay_s=8.0)
         assert house.match(now_s=until_s - 0.1) == 0
@@ -179,7 +197,7 @@ def test_loads_are_suspended_after_one_timed_out_and_resume() -> None:
 
 def test_a_result_expires() -> None:
     """A request that waits for long is looked up anew: the store forgets."""
-    house = House(4, result_ttl_s=10.0)
+    house = House(4, result_ttl_s=10.0, grant_wait_s=100.0)
     assert house.match(now_s=0.0) == 64
     house.present.clear()
     assert house.match(now_s=9.0) == 64

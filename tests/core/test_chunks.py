@@ -1,6 +1,7 @@
 """Chunks: the reference enumerator, and the fast form that must agree with it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ class RecordingHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         self.read.append(index)
         return self._hashes[index]
 

@@ -35,7 +35,7 @@ reports = st.builds(
 
 @given(reports, reports, reports)
 def test_reports_of_ranks_merge_in_any_order(a: JobReport, b: JobReport, c: JobReport) -> None:
-    """vLLM aggregates as reports come: order and grouping must not matter."""
+    """VLLM aggregates as reports come: order and grouping must not matter."""
     assert a.merge(b) == b.merge(a)
     assert a.merge(b).merge(c) == a.merge(b.merge(c))
 

@@ -86,7 +86,7 @@ def test_hashes_of_two_lengths_are_refused() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(IDENTITY, engine={**IDENTITY.engine, "weights": "abd"}),
+        replace(IDENTITY, engine={**IDENTITY.engine, "weights": "abx"}),
         replace(IDENTITY, engine={**IDENTITY.engine, "dtype": "fp8"}),
         replace(IDENTITY, engine={**IDENTITY.engine, "block_size": 32}),
         replace(IDENTITY, engine={**IDENTITY.engine, "layers": [1, 0]}),

@@ -124,7 +124,7 @@ def test_each_step_of_a_chunked_prefill_saves_what_it_made_certain() -> None:
         [(192, 288)],
         [(288, 336)],
     ]
-    assert view.hash_reads == [range(0, 6), range(6, 12), range(12, 18), range(18, 21)]
+    assert view.hash_reads == [range(6), range(6, 12), range(12, 18), range(18, 21)]
     assert view.block_reads == [(0, 0, 6), (0, 6, 12), (0, 12, 18), (0, 18, 21)]
 
 

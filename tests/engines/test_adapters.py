@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,4 +136,4 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     digests.close()
     assert threading.active_count() == before
     assert digests.get(1, path) is None
-    os.stat(path)
+    Path(path).stat()

@@ -183,7 +183,7 @@ def test_a_repository_id_becomes_its_commit(tmp_path: Path) -> None:
 
 
 def test_a_path_into_a_snapshot_is_the_same_as_its_repository_id(tmp_path: Path) -> None:
-    """vLLM turns ids into paths when it is offline: both name one model."""
+    """VLLM turns ids into paths when it is offline: both name one model."""
     snapshot = make_hub(tmp_path)
     assert weights_identity(str(snapshot)) == weights_identity("org/model", hub_cache=tmp_path)
 

@@ -123,7 +123,7 @@ class open_again:  # noqa: N801 - reads as a call
 @pytest.mark.parametrize(
     "url, says",
     [
-        ("memory://a?sise=1GiB", "did you mean 'size'?"),
+        ("memory://a?sixe=1GiB", "did you mean 'size'?"),
         ("memory://a?size=lots", "'lots' is not a size"),
         ("memory://a?size=0", "must be positive"),
         ("memory:///tmp/x", "has a name, not a path"),
@@ -141,5 +141,5 @@ def test_a_wrong_url_is_refused_with_advice(url: str, says: str) -> None:
 def test_all_faults_of_a_url_come_at_once() -> None:
     """One restart mends them all."""
     with pytest.raises(ConfigError) as caught:
-        open_store("memory:///x?sise=1&colour=red&size=lots")
+        open_store("memory:///x?sixe=1&colour=red&size=lots")
     assert len(caught.value.faults) == 4

@@ -26,6 +26,9 @@ from kvtide.core.lookup import LookupHit, LookupQuery
 from kvtide.core.requests import RequestTracker
 from kvtide.core.transfer import RequestView
 
+MAX_FAILED_LOADS = 2
+"""A request costs no more than this many failed loads: a store may fail at every key."""
+
 
 class Lookups(Protocol):
     """Where lookups run: somewhere that never blocks the caller. Tickets are the caller's."""
@@ -44,11 +47,13 @@ class Lookups(Protocol):
 class AdmissionLimits:
     """Times in seconds, sizes in tokens.
 
+    ``grant_wait_s`` is how long a promise may stand without the engine admitting the load.
     ``max_load_tokens`` bounds what is promised or loading at any time over all requests.
     """
 
     lookup_wait_s: float = 0.05
     result_ttl_s: float = 30.0
+    grant_wait_s: float = 5.0
     max_loads: int = 64
     max_load_tokens: int = 1 << 40
     min_load_tokens: int = 0
@@ -70,6 +75,7 @@ class _Inquiry:
     expires_s: float = 0.0
     promised: tuple[int, int] | None = None
     """The last answer: tokens computed by the engine, and the hit."""
+    promised_since_s: float | None = None
 
 
 class Admission:
@@ -142,7 +148,9 @@ class Admission:
         if num_computed_tokens < inquiry.known_from:
             self._ask_gap(view, namespace, inquiry, num_computed_tokens, now_s)
             return None
-        return self._promise(view, tracker, inquiry, num_computed_tokens)
+        if self._was_refused(inquiry, tracker, now_s):
+            return 0
+        return self._promise(view, tracker, inquiry, num_computed_tokens, now_s)
 
     def granted(self, request_id: str, num_external_tokens: int) -> tuple[int, int] | None:
         """Return ``(num_computed_tokens, hit_token)`` of what the engine allocated, and forget it.
@@ -177,7 +185,7 @@ class Admission:
 
     def _may_load(self, tracker: RequestTracker, now_s: float) -> bool:
         """Judge the budgets, which act here, before anything is promised."""
-        if tracker.num_failed_loads >= 2:
+        if tracker.num_failed_loads >= MAX_FAILED_LOADS:
             return False
         if now_s < self._suspended_until_s:
             return False
@@ -269,12 +277,30 @@ class Admission:
         replacement.gap_end = inquiry.known_from
         replacement.hit_beyond_gap = inquiry.hit_token
 
+    def _was_refused(self, inquiry: _Inquiry, tracker: RequestTracker, now_s: float) -> bool:
+        """Tell whether to answer 0 this once, because the engine does not admit the load.
+
+        An engine admits a load only with room for all that loads in flight may still need, and
+        may go on refusing what it could compute at once: vLLM 0.32 counts a request's own failed
+        load against it, for ever where the cache holds one request. So a promise that stands too
+        long is taken back for one question, and after a failed load at the first repetition.
+        """
+        if inquiry.promised_since_s is None:
+            return False
+        patience_s = 0.0 if tracker.num_failed_loads else self._limits.grant_wait_s
+        if now_s - inquiry.promised_since_s < patience_s:
+            return False
+        inquiry.promised = inquiry.promised_since_s = None
+        self._counters["promises_withdrawn"] += 1
+        return True
+
     def _promise(
         self,
         view: RequestView,
         tracker: RequestTracker,
         inquiry: _Inquiry,
         num_computed_tokens: int,
+        now_s: float,
     ) -> int:
         hit = min(inquiry.hit_token, self._coordinator.last_boundary(max(0, view.num_tokens - 1)))
         if tracker.load_limit_token is not None:
@@ -288,4 +314,6 @@ class Admission:
         if num_tokens < max(1, self._limits.min_load_tokens):
             num_tokens = 0
         inquiry.promised = (num_computed_tokens, num_computed_tokens + num_tokens)
+        if num_tokens and inquiry.promised_since_s is None:
+            inquiry.promised_since_s = now_s
         return num_tokens

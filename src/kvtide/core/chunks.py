@@ -74,7 +74,7 @@ class ChunkedTokenDatabase:
         put_step: int = 1,
         put_step_rank: int = 0,
     ) -> Iterator[Chunk]:
-        """Yield the chunks from ``ceil(mask_num / block_size)`` to ``ceil(token_len / block_size)``.
+        """Yield the chunks of ``token_len`` tokens, from ``ceil(mask_num / block_size)`` on.
 
         Never past the hashes. ``mask_num`` (tokens) is what to skip; ``chunk_mask`` is relative
         to the first chunk considered; masked chunks, and chunks whose absolute index is not

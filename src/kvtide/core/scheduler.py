@@ -164,7 +164,7 @@ class PoolScheduler:
 
     @property
     def has_pins(self) -> bool:
-        """Whether any job still reads the engine's blocks, so that the engine must keep stepping."""
+        """Whether a job still reads the engine's blocks, so that the engine must keep stepping."""
         return self._num_pinned > 0
 
     @property
@@ -252,7 +252,7 @@ class PoolScheduler:
         )
 
     def on_finished(self, request_id: str) -> None:
-        """Forget a request; its open jobs and loads still report, and only give back what is theirs.
+        """Forget a request; its open jobs and loads still report and give back what is theirs.
 
         Call it when the engine ends the request, not in a later step: the id may be reused.
         """

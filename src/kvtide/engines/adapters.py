@@ -8,7 +8,6 @@ requests with that id neither save nor load any more; a fresh id of the same fol
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -127,7 +126,7 @@ class AdapterDigests:
                 digest = self._digest(path)
                 signature = before
             spoilt = self._signature(path) != signature
-        except Exception:  # whatever a folder holds, a request must not wait on it for ever
+        except Exception:  # noqa: BLE001 - whatever a folder holds, a request must not wait on it for ever
             digest, spoilt = None, True
         with self._lock:
             entry.digest, entry.signature = digest, signature
@@ -141,5 +140,5 @@ class AdapterDigests:
         if not folder.exists():  # the id of a hub repository: its commit tells
             return ((self._digest(path) or "", 0, 0, 0),)
         files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
-        stats = [(file.name, os.stat(file)) for file in files if file.is_file()]
+        stats = [(file.name, file.stat()) for file in files if file.is_file()]
         return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

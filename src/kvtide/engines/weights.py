@@ -91,7 +91,7 @@ def default_hub_cache() -> Path:
     if explicit:
         return Path(os.path.expandvars(explicit)).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME") or os.path.join(caches, "huggingface")
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
@@ -108,10 +108,7 @@ def _hub_identity(model: str, revision: str | None, cache: Path) -> str:
                 f"download it there, pass its 40-digit commit as --revision, or {_REMEDY}"
             ) from None
     snapshot = folder / "snapshots" / commit
-    if snapshot.is_dir():
-        identity = _local_identity(snapshot)
-    else:
-        identity = f"commit:{commit}"
+    identity = _local_identity(snapshot) if snapshot.is_dir() else f"commit:{commit}"
     # One repository of quantised files holds many models: which one was asked for counts.
     return f"{identity}:{selector}" if selector else identity
 
@@ -148,12 +145,12 @@ def _snapshot_commit(path: Path, files: list[Path]) -> str | None:
     The commit is believed only where each file is still the cache's own link to a blob: a file
     that someone put in its place is not what was committed.
     """
-    absolute = Path(os.path.abspath(path))
+    absolute = Path.cwd() / path
     for folder in (absolute, *absolute.parents):
         if folder.parent.name != "snapshots" or not _COMMIT.fullmatch(folder.name):
             continue
-        blobs = os.path.realpath(folder.parent.parent / "blobs")
-        if all(os.path.dirname(os.path.realpath(file)) == blobs for file in files):
+        blobs = (folder.parent.parent / "blobs").resolve()
+        if all(file.resolve().parent == blobs for file in files):
             inside = absolute.relative_to(folder).as_posix()
             return folder.name if inside == "." else f"{folder.name}:{inside}"
     return None

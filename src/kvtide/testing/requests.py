@@ -38,7 +38,8 @@ class RecordingRequest:
         self.request_id = request_id
         self.num_tokens = num_tokens
         self.block_hashes = list(hashes)
-        self.tables = [list(table) for table in tables or [range(1, len(self.block_hashes) + 1)]]
+        default = [list(range(1, len(self.block_hashes) + 1))]
+        self.tables = [list(table) for table in tables or default]
         self.local_hit_tokens = local_hit_tokens
         self.cached_blocks: set[int] = set()
         """Blocks that somebody else may be reading."""

@@ -17,7 +17,7 @@ NUM_OUTPUT_TOKENS = 16
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     """Random token ids, the same for the same seed."""
-    random = Random(seed)  # noqa: S311 - not a secret
+    random = Random(seed)
     return [random.randrange(3, 1024) for _ in range(num_tokens)]
 
 

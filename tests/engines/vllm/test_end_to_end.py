@@ -31,7 +31,7 @@ def expected(model: Path) -> dict[str, list[int]]:
 @pytest.fixture
 def pool_url(tmp_path: Path) -> Iterator[str]:
     """A local pool of its own."""
-    path = Path("/dev/shm") / f"kvtide-test-{tmp_path.name}-{tmp_path.parent.name}"  # noqa: S108
+    path = Path("/dev/shm") / f"kvtide-test-{tmp_path.name}-{tmp_path.parent.name}"
     yield f"local://{path}?size=64MiB"
     shutil.rmtree(path, ignore_errors=True)
 

@@ -167,8 +167,13 @@ def test_loads_that_always_fail_at_one_key_cost_two_loads_at_most(
     before = one.counters
     [output] = one.run(prompt)
     assert list(output.outputs[0].token_ids) == want
-    assert output.num_cached_tokens == chunk * BLOCK
-    assert one.counters["load_jobs"] - before["load_jobs"] == (2 if chunk else 1)
+    num_loads = one.counters["load_jobs"] - before["load_jobs"]
+    if one.counters["promises_withdrawn"] > before["promises_withdrawn"]:
+        # vLLM never admits a second load where its cache holds just one request.
+        assert (num_loads, output.num_cached_tokens) == (1, 0)
+    else:
+        assert num_loads == (2 if chunk else 1)
+        assert output.num_cached_tokens == chunk * BLOCK
     heal(one, store)
     one.forget_local()
 

@@ -72,7 +72,7 @@ def test_cacheable_groups_are_computed_where_the_engine_does_not_tell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    "state, expected",
     [
         (None, None),
         (SimpleNamespace(get_block_ids={"r": ([1],)}.get), ([1],)),

@@ -140,7 +140,7 @@ def test_settings_that_change_no_byte_leave_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         ("model_impl", "transformers"),
         ("quantization", "fp8"),
@@ -160,7 +160,7 @@ def test_how_the_model_is_built_changes_it(
 
 
 @pytest.mark.parametrize(
-    ("spec", "layers"),
+    "spec, layers",
     [
         ({"block_size": 64}, 4),
         ({"head_size": 64}, 4),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +17,48 @@ from tests.engines.vllm.engines import engine, prompt_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
+ROOT = Path(__file__).parents[3]
+
+
+def scenario(model: Path, store: str) -> dict[str, Any]:
+    """Run ``async_scenario.py`` and return what it measured."""
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "plugin")])
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.engines.vllm.async_scenario", str(model), store],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
+    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit {child.returncode}: {child.stdout[-2000:]}{child.stderr[-3000:]}"
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> dict[str, Any]:
+    """The same scenario without kvtide."""
+    return scenario(model, "")
+
+
+@pytest.mark.parametrize("method", ["put", "get", "exists"])
+def test_with_a_store_that_hangs_the_engine_idles_pauses_and_stops(
+    model: Path, plain: dict[str, Any], method: str
+) -> None:
+    """On an engine whose cache holds one request: no polling, pauses and shutdown within 5 s."""
+    result = scenario(model, f"faulty://async?kind=hang&method={method}")
+    assert result["tokens"] == plain["tokens"]
+    assert result["idle_cpu_s"] < 1.0, "an engine that polls burns more than a core"
+    assert max(result["pause_s"].values()) < 5.0, result["pause_s"]
+    assert result["shutdown_s"] < plain["shutdown_s"] + 5.0
+    assert result["left_over"] == 0
+
 
 def test_shutting_down_with_a_put_that_hangs_ends_in_time(model: Path) -> None:
-    """vLLM kills its workers after 5 s; the store call is abandoned before that."""
+    """VLLM kills its workers after 5 s; the store call is abandoned before that."""
     import kvtide_faulty
 
     with engine(model, "faulty://hanging", options={"save_timeout_s": 30.0}) as one:

@@ -294,7 +294,7 @@ def test_host_copies_start_no_thread_team() -> None:
     settings = (torch.get_num_threads(), torch.get_num_interop_threads())
 
     def count() -> int:
-        with open("/proc/self/status") as status:
+        with Path("/proc/self/status").open() as status:
             return next(int(line.split()[1]) for line in status if line.startswith("Threads"))
 
     before, during = count(), []

@@ -76,7 +76,7 @@ def test_specs_hold_no_layer_names(config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "word"),
+    "spec, word",
     [
         (("SlidingWindowSpec", {"sliding_window": 128}), "sliding-window"),
         (("SlidingWindowMLASpec", {"sliding_window": 128}), "sliding-window MLA"),

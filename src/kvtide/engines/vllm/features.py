@@ -111,7 +111,7 @@ def hash_scheme(algorithm: str) -> dict[str, str | None]:
 def _has_tagged_extra_keys() -> bool:
     probe = SimpleNamespace(lora_request=SimpleNamespace(lora_name="name", lora_path="path"))
     try:
-        keys = kv_cache_utils._gen_lora_extra_hash_keys(probe)
+        keys = kv_cache_utils._gen_lora_extra_hash_keys(probe)  # noqa: SLF001 - nothing else tells
     except AttributeError:
         return False
     return bool(keys) and isinstance(keys[0], tuple)

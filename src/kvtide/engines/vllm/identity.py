@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from kvtide.engines.adapters import AdapterDigests, Pending
@@ -99,7 +100,7 @@ def _check_weights_are_readable(place: str, load_format: str) -> None:
     if load_format == "dummy":
         raise ConfigError(f"--load-format dummy gives the model no weights to tell: {remedy}")
     on_hub = os.environ.get("VLLM_USE_MODELSCOPE", "").lower() not in ("1", "true")
-    if not on_hub and not os.path.exists(place):
+    if not on_hub and not Path(place).exists():
         raise ConfigError(
             f"model {place!r} comes from ModelScope, whose downloads carry no commit: {remedy}, "
             "or pass the downloaded folder as --model"
@@ -128,7 +129,7 @@ def _model_identity(model: Any) -> dict[str, object]:
     return identity
 
 
-def _rope_types(config: object, in_rope: bool = False) -> set[str]:
+def _rope_types(config: object, *, in_rope: bool = False) -> set[str]:
     """Return the kinds of rotary scaling anywhere in a configuration.
 
     Some pick their factors by the configured maximum length (LongRoPE does), so for all but
@@ -176,17 +177,17 @@ def _draft_identity(vllm_config: Any, weights_version: str | None) -> dict[str, 
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:  # noqa: PLR0911 - one line per kind of value
     """Return ``value`` as JSON data that is equal in every process.
 
     What has no plain form is told by its type alone: a ``repr`` may hold an address.
     """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value.value if isinstance(value, Enum) else value
-    if isinstance(value, float):
-        return repr(value)
     if isinstance(value, Enum):
         return _plain(value.value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return repr(value)
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if k not in _NOT_CONTENT}
     if isinstance(value, (set, frozenset)):

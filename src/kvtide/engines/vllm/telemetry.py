@@ -19,7 +19,7 @@ from kvtide.metrics import COUNTERS
 Number = int | float
 
 
-class KVTideStats(KVConnectorStats):  # type: ignore[misc]
+class KVTideStats(KVConnectorStats):
     """Counters since the last report; ``data`` is a flat mapping of names to numbers."""
 
     data: dict[str, Number]
@@ -53,7 +53,7 @@ class KVTideStats(KVConnectorStats):  # type: ignore[misc]
         }
 
 
-class KVTidePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class KVTidePromMetrics(KVConnectorPromMetrics):
     """The counters as Prometheus counters ``vllm:kvtide_<name>``, one series per engine.
 
     The prefix is vLLM's own: it forgets its metrics by it when an engine is made anew.

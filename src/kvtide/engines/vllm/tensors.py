@@ -157,7 +157,7 @@ class TensorBlocks:
     ) -> tuple[npt.NDArray[np.int64], Bytes]:
         ids = np.asarray(block_ids, dtype=np.int64)
         payload = self.layout.groups[group_id].payload_bytes
-        if rows.ndim != 2 or len(rows) < len(ids) or rows.shape[1] < payload:
+        if rows.ndim != 2 or len(rows) < len(ids) or rows.shape[1] < payload:  # noqa: PLR2004
             raise ValueError(f"{len(ids)} blocks of {payload} bytes do not fit in {rows.shape}")
         # A negative id would address from the end, as numpy has it: another block's bytes.
         if ids.size and not (ids.min() >= 0 and ids.max() < self._num_blocks):
@@ -223,7 +223,7 @@ def _find_layers(
 
 def _one_tensor(value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise ValueError("it was not registered as one tensor")
+        raise ValueError("it was not registered as one tensor")  # noqa: TRY004 - vLLM's value
     return value
 
 

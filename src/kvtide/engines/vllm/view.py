@@ -49,7 +49,7 @@ class VllmRequestView:
 
     @property
     def request_id(self) -> str:
-        """vLLM's id of the request."""
+        """VLLM's id of the request."""
         return str(self.request.request_id)
 
     @property
