@@ -177,6 +177,16 @@ class PoolScheduler:
         """How many store jobs have not ended on every rank."""
         return len(self._jobs)
 
+    @property
+    def num_inquiries(self) -> int:
+        """How many lookups are under way or waiting to be used."""
+        return self._admission.num_inquiries
+
+    @property
+    def num_loads(self) -> int:
+        """How many loads are under way."""
+        return self._admission.num_loads
+
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(
