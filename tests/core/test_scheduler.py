@@ -566,3 +566,16 @@ def test_after_a_reset_nothing_computed_before_is_saved_under_the_new_name() -> 
     assert [job.prefix_id for job in plan.stores] == [1]
     bench.scheduler.reset(lambda _: None)
     assert not bench.step(prefill(running, 64, 1, first=False))
+
+
+def test_a_second_reset_before_the_next_admission_counts_too() -> None:
+    """The name of the first reset stands for weights that are gone by then."""
+    bench, running = Bench(), request(64)
+    bench.arrive(running)
+    bench.step(prefill(running, 0, 32, first=True))
+    bench.scheduler.reset(lambda _: "second")
+    bench.scheduler.reset(lambda _: "third")
+    bench.step(preempted=[running])
+    plan = bench.step(prefill(running, 0, 64, first=True))
+    assert list(plan.prefixes.values())[-1] == "third"
+    assert [job.prefix_id for job in plan.stores] == [2]

@@ -454,8 +454,7 @@ class PoolScheduler:
         self.counters["resets"] += 1
         for tracker in self._trackers.values():
             self._admission.drop(tracker.request_id)
-            if tracker.prefix_id is None:
-                continue
+            # Also for those that wait for an earlier reset's name: it stands for other weights.
             namespace = namespace_of(tracker.request_id)
             tracker.next_prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
             is_clean = tracker.state is RequestState.WAITING
