@@ -579,3 +579,32 @@ def test_a_second_reset_before_the_next_admission_counts_too() -> None:
     plan = bench.step(prefill(running, 0, 64, first=True))
     assert list(plan.prefixes.values())[-1] == "third"
     assert [job.prefix_id for job in plan.stores] == [2]
+
+
+@pytest.mark.parametrize("num_resets", [1, 2])
+def test_what_was_loaded_before_a_reset_is_never_built_upon_under_the_new_name(
+    num_resets: int,
+) -> None:
+    """A request that waits to be scheduled after its load holds KV cache of the old weights."""
+    bench, view = Bench(), request(65)
+    stored(bench, request(32))
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.scheduler.on_load_finished("r")
+    for number in range(num_resets):
+        bench.scheduler.reset(lambda _, number=number: f"new-{number}")
+    assert not bench.step(prefill(view, 32, 33, first=True))
+
+
+def test_a_load_that_fails_after_a_reset_lets_the_request_move_along() -> None:
+    """It starts over, under the weights that the new name stands for."""
+    bench, view = Bench(), request(64)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.scheduler.reset(lambda _: "new")
+    bench.report(JobReport(failed_loads={"r": 0}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.step(prefill(view, 0, 64, first=True)).prefixes == {1: "new"}

@@ -394,6 +394,7 @@ class PoolScheduler:
         if tracker is None or tracker.state is not RequestState.LOADING:
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
+        tracker.holds_loaded = True
         self.counters["loaded_tokens"] += num_tokens
         self._admission.resume()
 
@@ -406,6 +407,7 @@ class PoolScheduler:
         if tracker is None or tracker.state is not RequestState.LOADING:
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
+        tracker.adopt_next_prefix()  # it starts over
         tracker.num_failed_loads += 1
         known = tracker.load_limit_token
         tracker.load_limit_token = token if known is None else min(known, token)
@@ -457,7 +459,7 @@ class PoolScheduler:
             # Also for those that wait for an earlier reset's name: it stands for other weights.
             namespace = namespace_of(tracker.request_id)
             tracker.next_prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
-            is_clean = tracker.state is RequestState.WAITING
+            is_clean = tracker.state is RequestState.WAITING and not tracker.holds_loaded
             tracker.prefix_id = tracker.next_prefix_id if is_clean else None
 
     def _preempt(self, view: RequestView, now_s: float) -> None:
