@@ -76,6 +76,8 @@ class ScriptedEngine:
             [self._make_rank(rank, store) for rank in range(setup.num_ranks)], setup.order
         )
         self._late: deque[StepOutput] = deque()
+        self.is_in_step = False
+        """Whether a step is under way: then nothing else may be done to the engine."""
 
     def _make_scheduler(self) -> PoolScheduler:
         setup = self.setup
@@ -186,6 +188,14 @@ class ScriptedEngine:
 
     def step(self, *, run_pool: bool = True) -> StepRecord:
         """Schedule, compute and report once; with ``run_pool`` the pool does all it can in it."""
+        assert not self.is_in_step, "steps do not nest"
+        self.is_in_step = True
+        try:
+            return self._step(run_pool=run_pool)
+        finally:
+            self.is_in_step = False
+
+    def _step(self, *, run_pool: bool) -> StepRecord:
         if run_pool:
             self.run_lookups()
         marks = {name: request.num_reads for name, request in self.requests.items()}
@@ -229,6 +239,7 @@ class ScriptedEngine:
 
         Attention reads the blocks, so what a wrong load left there shows in the output.
         """
+        self.ranks.complete()  # it may attend to what another request computes in this step
         first = request.num_computed
         tokens = (request.tokens + request.drafts)[first : first + num_tokens]
         chains = [
@@ -273,6 +284,8 @@ class ScriptedEngine:
             request = self.requests[request_id]
             if request.state is EngineState.LOADING:
                 request.is_loaded = True
+                if not request.has_failed_load:
+                    request.num_loaded_tokens += request.num_external
             else:
                 assert request.state is EngineState.FINISHED, f"{request!r} did not load"
                 self._release(request)

@@ -105,7 +105,8 @@ class BatchScheduler:
     # ------------------------------------------------------------------ waiting requests
 
     def _schedule_waiting(self, decisions: Decisions, budget: int) -> None:
-        for request in list(self.waiting):
+        # Requests that hold blocks come first: nobody else may wait for those blocks meanwhile.
+        for request in sorted(self.waiting, key=lambda request: not request.held_blocks):
             if not budget or len(self.running) >= self._setup.max_running:
                 return
             if request.state is EngineState.LOADING and not self._promote(request):
@@ -129,6 +130,7 @@ class BatchScheduler:
             if num_external:
                 request.state = EngineState.LOADING
                 request.num_loads += 1
+                request.num_external = num_external
                 continue
             self.waiting.remove(request)
             self.running.append(request)

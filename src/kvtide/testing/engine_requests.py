@@ -54,6 +54,9 @@ class EngineRequest(RecordingRequest):
         self.is_loaded = False
         self.has_failed_load = False
         self.num_loads = 0
+        self.num_external = 0
+        """What the present or last load is to bring, in tokens."""
+        self.num_loaded_tokens = 0
         self.num_preemptions = 0
         self.drafts: list[int] = []
         self._accepts: Iterator[int] = itertools.cycle(accepts)
