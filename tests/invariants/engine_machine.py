@@ -119,9 +119,10 @@ class EngineMachine(RuleBasedStateMachine):
         index=st.integers(0, 1),
         request_id=st.sampled_from(IDS),
         family=st.integers(0, 1),
-        shared=st.sampled_from([0, 4, 9, 16]),
-        length=st.integers(1, 30),
-        tail=st.integers(0, 2),
+        shared=st.sampled_from([4, 9, 16, 16, 24]),
+        length=st.integers(1, 9),
+        tail=st.integers(0, 1),
+        is_cold=st.booleans(),
         max_tokens=st.sampled_from([1, 2, 9]),
         may_load=st.sampled_from([True, True, True, False]),
         accepts=st.lists(st.integers(0, 3), min_size=1, max_size=3),
@@ -134,6 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         shared: int,
         length: int,
         tail: int,
+        is_cold: bool,
         max_tokens: int,
         **how: Any,
     ) -> None:
@@ -141,12 +143,40 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine(index)
         if request_id in engine.requests:
             return
+        if is_cold:
+            engine.pool.drop_cached()
         prompt = [*range(family * 100, family * 100 + shared), *[50 + tail] * length]
         while not engine.batch.can_ever_fit(len(prompt) + max_tokens + engine.setup.num_drafts):
             prompt.pop()
         self.all_prompts.append(prompt)
         self.prompts[index % len(self.engines), request_id] = (prompt, max_tokens)
         engine.add(request_id, prompt, max_tokens=max_tokens, **how)
+
+    @precondition(lambda self: self.all_prompts)
+    @rule(
+        index=st.integers(0, 1),
+        request_id=st.sampled_from(IDS),
+        which=st.integers(0, 100),
+        more=st.lists(st.just(7), max_size=5),
+        num_steps=st.integers(0, 4),
+    )
+    def add_again(
+        self, index: int, request_id: str, which: int, more: list[int], num_steps: int
+    ) -> None:
+        """A conversation goes on after other requests have used all free blocks."""
+        engine = self.engine(index)
+        prompt = self.all_prompts[which % len(self.all_prompts)] + more
+        fits = engine.batch.can_ever_fit(len(prompt) + 2 + engine.setup.num_drafts)
+        if request_id in engine.requests or not fits:
+            return
+        for _ in range(30):
+            if engine.has_work:
+                engine.step()
+        engine.pool.drop_cached()
+        self.prompts[index % len(self.engines), request_id] = (prompt, 2)
+        engine.add(request_id, prompt, max_tokens=2)
+        for number in range(num_steps):
+            engine.step(run_pool=number != 1)
 
     @rule(index=st.integers(0, 1), request_id=st.sampled_from(IDS))
     def abort(self, index: int, request_id: str) -> None:
@@ -158,26 +188,34 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what the engine does
 
-    @rule(index=st.integers(0, 1), run_pool=st.booleans(), count=st.integers(1, 4))
-    def step(self, index: int, run_pool: bool, count: int) -> None:
+    @rule(
+        index=st.integers(0, 1), runs=st.lists(st.sampled_from([True, True, False]), max_size=6)
+    )
+    def step(self, index: int, runs: list[bool]) -> None:
         """With the pool's threads quick, or starved."""
-        for _ in range(count):
+        for run_pool in runs:
             self.engine(index).step(run_pool=run_pool)
 
     @rule(index=st.integers(0, 1))
-    def drop_cached(self, index: int) -> None:
-        """Other requests have used all free blocks."""
-        self.engine(index).pool.drop_cached()
+    def work(self, index: int) -> None:
+        """A long time in which nobody comes or goes."""
+        for _ in range(20):
+            if self.engine(index).has_work:
+                self.engine(index).step()
 
-    @rule(index=st.integers(0, 1))
-    def reset_pool(self, index: int) -> None:
+    @rule(index=st.integers(0, 1), chance=st.integers(0, 4))
+    def reset_pool(self, index: int, chance: int) -> None:
         """The operator leaves the pool's contents behind, and the weights stay."""
+        if chance != 3:
+            return
         self.num_resets += 1
         self.engine(index).reset_pool(f"reset-{self.num_resets}")
 
-    @rule()
-    def change_weights(self) -> None:
+    @rule(chance=st.integers(0, 4))
+    def change_weights(self, chance: int) -> None:
         """All replicas, as soon as nothing is in the way."""
+        if chance != 3:
+            return
         for engine in self.engines:
             if engine.scheduler.has_pins or any(
                 request.state.value in ("loading", "finished") or request.held_blocks
