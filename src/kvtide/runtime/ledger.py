@@ -230,9 +230,9 @@ class Ledger:
     def take_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose load ended since the last call, and those of them it failed."""
         with self._lock:
+            # New sets even where these are empty: the caller must never see what is added later.
             taken = self._finished_loads, self._failed_loads
-            if self._finished_loads:
-                self._finished_loads, self._failed_loads = set(), set()
+            self._finished_loads, self._failed_loads = set(), set()
             return taken
 
     def take_report(self) -> JobReport | None:
