@@ -608,3 +608,21 @@ def test_a_load_that_fails_after_a_reset_lets_the_request_move_along() -> None:
     bench.report(JobReport(failed_loads={"r": 0}))
     bench.scheduler.on_load_finished("r")
     assert bench.step(prefill(view, 0, 64, first=True)).prefixes == {1: "new"}
+
+
+def test_a_load_counts_as_failed_from_the_earliest_token_of_any_rank() -> None:
+    """Ranks report in different steps; until the last has, the load keeps its budget."""
+    bench, view = Bench(num_ranks=2, max_loads=1), request(161)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.report(JobReport(failed_loads={"r": 128}))
+    other = request(33, "other")
+    bench.arrive(other)
+    assert bench.scheduler.match(other, 0, 0.0) == 0
+    bench.report(JobReport(failed_loads={"r": 32}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.match(other, 0, 0.0) == 32
+    assert bench.scheduler.match(view, 0, 0.0) == 32
+    assert bench.scheduler.counters["failed_loads"] == 1

@@ -150,6 +150,8 @@ class PoolScheduler:
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs: dict[int, _OpenJob] = {}
         self._pending_loads: list[LoadJob] = []
+        self._failed_loads: dict[str, int] = {}
+        """Loads that failed on some rank and have not ended on all: the first unproven token."""
         self._pool_back_off = _PoolBackOff()
         self._num_pinned = 0
         self._next_job_id = 0
@@ -390,27 +392,29 @@ class PoolScheduler:
     def on_load_finished(self, request_id: str) -> None:
         """Note that a load ended on every rank; call it after the report that came with it."""
         num_tokens = self._admission.load_ended(request_id)
+        failed_token = self._failed_loads.pop(request_id, None)
+        if failed_token is not None:
+            self.counters["failed_loads"] += 1
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.state is not RequestState.LOADING:
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
-        tracker.holds_loaded = True
-        self.counters["loaded_tokens"] += num_tokens
-        self._admission.resume()
-
-    def _on_load_failed(self, request_id: str, token: int, now_s: float, *, lost: bool) -> None:
-        self.counters["failed_loads"] += 1
-        if lost:
-            self._suspend_loads(now_s)
-        self._admission.load_ended(request_id)
-        tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.state is not RequestState.LOADING:
+        if failed_token is None:
+            tracker.holds_loaded = True
+            self.counters["loaded_tokens"] += num_tokens
+            self._admission.resume()
             return
-        tracker.advance(RequestEvent.LOAD_ENDED)
         tracker.adopt_next_prefix()  # it starts over
         tracker.num_failed_loads += 1
         known = tracker.load_limit_token
-        tracker.load_limit_token = token if known is None else min(known, token)
+        tracker.load_limit_token = failed_token if known is None else min(known, failed_token)
+
+    def _on_load_failed(self, request_id: str, token: int, now_s: float, *, lost: bool) -> None:
+        """Note where a rank's load failed; it counts once every rank has ended the load."""
+        if lost:
+            self._suspend_loads(now_s)
+        known = self._failed_loads.get(request_id)
+        self._failed_loads[request_id] = token if known is None else min(known, token)
 
     def _suspend_loads(self, now_s: float) -> None:
         self._admission.suspend(
