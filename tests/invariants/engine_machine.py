@@ -13,6 +13,7 @@ from kvtide.core.scheduler import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
+from kvtide.testing.blocks import FakeBlocks
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_ranks import HookOrder
@@ -35,6 +36,8 @@ FAULTS = [
     (FaultKind.SHORT, "get"),
     (FaultKind.FLIPPED, "get"),
 ]
+READ_FAULTS = [(kind, method) for kind, method in FAULTS if method in ("get", "remove")]
+EVENTS = ["step", "late", "abort"]
 SAVES = [SavePolicy(True, True), SavePolicy(True, False), SavePolicy(False, True)]
 
 
@@ -108,6 +111,26 @@ class EngineMachine(RuleBasedStateMachine):
             ScriptedEngine(self.store, setup, clock=self.clock) for _ in range(num_engines)
         ]
         self.capacity = capacity
+        for engine in self.engines:
+            for rank in engine.ranks.ranks:
+                self.let_copies_be_interrupted(rank.blocks)
+
+    def let_copies_be_interrupted(self, blocks: FakeBlocks) -> None:
+        """Things happen while blocks are copied, too."""
+        read, write = blocks.read, blocks.write
+
+        def interrupted_read(*what: Any) -> None:
+            self.store.interrupt_now("copy")
+            read(*what)
+            self.store.interrupt_now("copy")
+
+        def interrupted_write(*what: Any) -> None:
+            self.store.interrupt_now("copy")
+            write(*what)
+            self.store.interrupt_now("copy")
+
+        blocks.read = interrupted_read  # type: ignore[method-assign]
+        blocks.write = interrupted_write  # type: ignore[method-assign]
 
     def engine(self, index: int) -> ScriptedEngine:
         """One of the engines."""
@@ -158,25 +181,44 @@ class EngineMachine(RuleBasedStateMachine):
         request_id=st.sampled_from(IDS),
         which=st.integers(0, 100),
         more=st.lists(st.just(7), max_size=5),
-        num_steps=st.integers(0, 4),
+        runs=st.lists(st.booleans(), max_size=5),
+        trouble=st.one_of(
+            st.none(),
+            st.tuples(st.sampled_from(READ_FAULTS), st.sampled_from([None, 0, 1, 2])),
+            st.tuples(st.sampled_from(EVENTS), st.sampled_from(["get", "copy"])),
+        ),
     )
     def add_again(
-        self, index: int, request_id: str, which: int, more: list[int], num_steps: int
+        self,
+        index: int,
+        request_id: str,
+        which: int,
+        more: list[int],
+        runs: list[bool],
+        trouble: tuple[Any, Any] | None,
     ) -> None:
-        """A conversation goes on after other requests have used all free blocks."""
+        """A conversation goes on after its blocks were used by others; loading meets trouble."""
         engine = self.engine(index)
         prompt = self.all_prompts[which % len(self.all_prompts)] + more
         fits = engine.batch.can_ever_fit(len(prompt) + 2 + engine.setup.num_drafts)
         if request_id in engine.requests or not fits:
             return
-        for _ in range(30):
-            if engine.has_work:
-                engine.step()
+        self.work(index)
         engine.pool.drop_cached()
+        if trouble in ((kind, part) for kind in EVENTS for part in ("get", "copy")):
+            self.interrupt(trouble[0], trouble[1], index)
+        elif trouble is not None:
+            self.fail([trouble])
         self.prompts[index % len(self.engines), request_id] = (prompt, 2)
         engine.add(request_id, prompt, max_tokens=2)
-        for number in range(num_steps):
-            engine.step(run_pool=number != 1)
+        self.step(index, runs)
+
+    @rule(index=st.integers(0, 1), family=st.integers(0, 1), num_steps=st.integers(0, 12))
+    def add_many(self, index: int, family: int, num_steps: int) -> None:
+        """More than the cache may hold: they push each other out while they decode."""
+        for number, request_id in enumerate(IDS[:3]):
+            self.add(index, request_id, family, 4, 5, number, False, 9, may_load=True, accepts=[1])
+        self.step(index, [True] * num_steps)
 
     @rule(index=st.integers(0, 1), request_id=st.sampled_from(IDS))
     def abort(self, index: int, request_id: str) -> None:
@@ -264,8 +306,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.memory.remove([key for key in list(self.memory._values) if some_keys(part)(key)])
 
     @rule(
-        kind=st.sampled_from(["none", "step", "late", "abort"]),
-        method=st.sampled_from(["exists", "put", "get"]),
+        kind=st.sampled_from(["none", *EVENTS]),
+        method=st.sampled_from(["exists", "put", "get", "copy"]),
         index=st.integers(0, 1),
     )
     def interrupt(self, kind: str, method: str, index: int) -> None:

@@ -23,26 +23,27 @@ class InterruptedStore(WrapperStore):
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """See :meth:`Store.exists`."""
-        self._run("exists")
+        self.interrupt_now("exists")
         answers = super().exists(keys)
-        self._run("exists")
+        self.interrupt_now("exists")
         return answers
 
     def put(self, batch: Batch) -> list[Status]:
         """See :meth:`Store.put`."""
-        self._run("put")
+        self.interrupt_now("put")
         statuses = super().put(batch)
-        self._run("put")
+        self.interrupt_now("put")
         return statuses
 
     def get(self, batch: Batch) -> list[Status]:
         """See :meth:`Store.get`."""
-        self._run("get")
+        self.interrupt_now("get")
         statuses = super().get(batch)
-        self._run("get")
+        self.interrupt_now("get")
         return statuses
 
-    def _run(self, method: str) -> None:
+    def interrupt_now(self, method: str) -> None:
+        """Interrupt whatever is under way; also for tests that interrupt more than the store."""
         interrupt, self.interrupt = self.interrupt, None
         if interrupt is not None:
             try:
