@@ -69,6 +69,44 @@ def test_a_queued_job_keeps_its_blocks_from_other_requests() -> None:
     assert check_store(engine, memory) == 4 + 9
 
 
+def test_blocks_are_held_until_the_slowest_rank_has_copied_them() -> None:
+    """One rank's report frees nothing; else the other stores what the next request computes."""
+    memory = MemoryStore()
+    engine = ScriptedEngine(memory, EngineSetup(num_blocks=12, num_ranks=2))
+    engine.add("a", range(16))
+    engine.run_lookups()
+    engine.step(run_pool=False)
+    engine.ranks.ranks[0].worker.run_pending()
+    engine.add("b", range(500, 540))
+    for _ in range(5):
+        engine.run_lookups()
+        engine.step(run_pool=False)
+        check_engine(engine)
+    assert engine.pinned.total() == 4
+    finish(engine)
+    assert check_store(engine, memory) == 2 * (4 + 10)
+
+
+def test_a_deadline_waits_for_a_copy_to_blocks_that_has_begun() -> None:
+    """Ended from outside, its blocks would go to another request while they are written."""
+    engine = warm(MemoryStore(), EngineSetup(num_blocks=30))
+    rank = engine.ranks.ranks[0]
+    write = rank.blocks.write
+    reports = []
+
+    def slow_write(*what: object) -> None:
+        engine.clock.now_s += 100.0  # type: ignore[attr-defined]
+        reports.append(rank.worker.poll())
+        write(*what)  # type: ignore[arg-type]
+
+    rank.blocks.write = slow_write  # type: ignore[method-assign]
+    request = engine.add("r", PROMPT)
+    finish(engine)
+    assert reports
+    assert not any(report.finished_loads for report in reports)
+    assert request.num_loaded_tokens == 96
+
+
 def test_bytes_written_after_a_job_was_planned_are_what_is_stored() -> None:
     """The copy waits for the work that was issued before its fence, however late that is done."""
     memory = MemoryStore()
@@ -345,10 +383,10 @@ def test_fifty_requests_of_one_prefix_all_finish_right(max_loads: int) -> None:
     setup = EngineSetup(num_blocks=400, admission=AdmissionLimits(max_loads=max_loads))
     engine = warm(MemoryStore(), setup)
     for number in range(50):
-        engine.add(str(number), PROMPT[:96] + [1000 + number], max_tokens=2)
+        engine.add(str(number), [*PROMPT[:96], 1000 + number], max_tokens=2)
     finish(engine)
     for number in range(50):
-        prompt = PROMPT[:96] + [1000 + number]
+        prompt = [*PROMPT[:96], 1000 + number]
         assert engine.outputs[str(number)] == engine.model.generate(prompt, 2)
 
 

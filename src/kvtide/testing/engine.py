@@ -23,7 +23,7 @@ from kvtide.runtime.lookup import LookupExecutor
 from kvtide.stores.base import Store
 from kvtide.testing.engine_batch import BatchScheduler, Decisions
 from kvtide.testing.engine_blocks import EngineBlockPool
-from kvtide.testing.engine_model import KvModel, sample
+from kvtide.testing.engine_model import KvModel
 from kvtide.testing.engine_ranks import EngineRank, Ranks, SharedStore, StepOutput
 from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
@@ -216,7 +216,9 @@ class ScriptedEngine:
         self.records.append(record)
         # Every rank unpickles its own copy, as in a process of its own.
         self.ranks.take_over([pickle.loads(packed) for _ in self.ranks.ranks])  # noqa: S301
-        sampled = {request.request_id: self._forward(request, n) for request, n in decisions.scheduled}
+        sampled = {
+            request.request_id: self.ranks.forward(request, n) for request, n in decisions.scheduled
+        }
         if not self.setup.threaded:
             self.ranks.complete()
         if run_pool:
@@ -229,37 +231,12 @@ class ScriptedEngine:
     def _events(self, decisions: Decisions) -> StepEvents:
         preempted = decisions.preempted if self.setup.tell_preemptions else ()
         scheduled = [
-            Scheduled(request, request.num_computed, count, request.request_id in decisions.admitted)
+            Scheduled(
+                request, request.num_computed, count, request.request_id in decisions.admitted
+            )
             for request, count in decisions.scheduled
         ]
         return StepEvents(preempted, scheduled)
-
-    def _forward(self, request: EngineRequest, num_tokens: int) -> list[int]:
-        """Compute tokens on every rank; return those sampled, none while the prompt goes on.
-
-        Attention reads the blocks, so what a wrong load left there shows in the output.
-        """
-        self.ranks.complete()  # it may attend to what another request computes in this step
-        first = request.num_computed
-        tokens = (request.tokens + request.drafts)[first : first + num_tokens]
-        chains = [
-            (rank, group_id, chain)
-            for rank in self.ranks.ranks
-            for group_id, chain in enumerate(rank.chains(request.tables, first))
-        ]
-        sampled: list[int] = []
-        kv: list[list[bytes]] = [[] for _ in chains]
-        is_accepting = True
-        for position, token in enumerate(tokens, first):
-            for values, (_, _, chain) in zip(kv, chains, strict=True):
-                values.append(chain.extend(token))
-            if position >= len(request.tokens) - 1 and is_accepting:
-                sampled.append(sample(chain for _, _, chain in chains))
-                draft = position + 1 - len(request.tokens)
-                is_accepting = draft < len(request.drafts) and request.drafts[draft] == sampled[-1]
-        for values, (rank, group_id, _) in zip(kv, chains, strict=True):
-            rank.write(group_id, request.tables[group_id], first, values)
-        return sampled
 
     def _update(self, decisions: Decisions, sampled: dict[str, list[int]]) -> None:
         """Take in a step's tokens and what the ranks report: failures, tokens, ends, reports."""

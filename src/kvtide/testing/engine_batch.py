@@ -149,9 +149,7 @@ class BatchScheduler:
         else:
             self._publish(request, request.num_computed)
         request.is_loaded = False
-        request.state = (
-            EngineState.PREEMPTED if request.num_preemptions else EngineState.WAITING
-        )
+        request.state = EngineState.PREEMPTED if request.num_preemptions else EngineState.WAITING
         return True
 
     def _local_hit(self, request: EngineRequest) -> tuple[list[list[int]], int]:
@@ -171,7 +169,8 @@ class BatchScheduler:
             hit = min(hit, len(tables[group_id]) * size)
         hit = hit // self._setup.lcm_block_size * self._setup.lcm_block_size
         return [
-            table[: hit // size] for table, size in zip(tables, self._setup.block_sizes, strict=True)
+            table[: hit // size]
+            for table, size in zip(tables, self._setup.block_sizes, strict=True)
         ], hit
 
     def _ask(self, request: EngineRequest, num_local: int) -> int | None:
@@ -229,7 +228,7 @@ class BatchScheduler:
         if sum(wanted) > self._pool.num_free:
             return False
         for table, count in zip(request.tables, wanted, strict=True):
-            table += self._pool.allocate(count)
+            table.extend(self._pool.allocate(count))
         return True
 
     def _publish(self, request: EngineRequest, num_tokens: int) -> None:

@@ -36,9 +36,7 @@ class EngineBlockPool:
     @property
     def cached(self) -> dict[int, BlockName]:
         """Every block that can be found by its hash."""
-        return {
-            block_id: name for block_id, name in enumerate(self.names) if name is not None
-        }
+        return {block_id: name for block_id, name in enumerate(self.names) if name is not None}
 
     def find(self, group_id: int, block_hash: bytes) -> int | None:
         """Return a block that holds what the hash names; None if there is none."""

@@ -72,7 +72,7 @@ class TrueKv:
         """Append the KV of more tokens."""
         for chain, kv in zip(self._chains, self.kv, strict=True):
             for token in tokens:
-                kv += chain.extend(token)
+                kv.extend(chain.extend(token))
 
     def next_token(self) -> int:
         """Return the token that follows."""

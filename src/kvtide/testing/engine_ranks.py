@@ -14,7 +14,8 @@ from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Store
 from kvtide.stores.wrappers import CountingStore
 from kvtide.testing.blocks import FakeBlocks, byte_layout
-from kvtide.testing.engine_model import TOKEN_BYTES, KvChain, KvModel
+from kvtide.testing.engine_model import TOKEN_BYTES, KvChain, KvModel, sample
+from kvtide.testing.engine_requests import EngineRequest
 
 
 class HookOrder(Enum):
@@ -149,6 +150,33 @@ class Ranks:
         """Bind a step's metadata, one copy for each rank."""
         for rank, plan in zip(self.ranks, plans, strict=True):
             rank.worker.take_over(plan)
+
+    def forward(self, request: EngineRequest, num_tokens: int) -> list[int]:
+        """Compute tokens on every rank; return those sampled, none while the prompt goes on.
+
+        Attention reads the blocks, so what a wrong load left there shows in the output.
+        """
+        self.complete()  # it may attend to what another request computes in this step
+        first = request.num_computed
+        tokens = (request.tokens + request.drafts)[first : first + num_tokens]
+        chains = [
+            (rank, group_id, chain)
+            for rank in self.ranks
+            for group_id, chain in enumerate(rank.chains(request.tables, first))
+        ]
+        sampled: list[int] = []
+        kv: list[list[bytes]] = [[] for _ in chains]
+        is_accepting = True
+        for position, token in enumerate(tokens, first):
+            for values, (_, _, chain) in zip(kv, chains, strict=True):
+                values.append(chain.extend(token))
+            if position >= len(request.tokens) - 1 and is_accepting:
+                sampled.append(sample(chain for _, _, chain in chains))
+                draft = position + 1 - len(request.tokens)
+                is_accepting = draft < len(request.drafts) and request.drafts[draft] == sampled[-1]
+        for values, (rank, group_id, _) in zip(kv, chains, strict=True):
+            rank.write(group_id, request.tables[group_id], first, values)
+        return sampled
 
     def complete(self) -> None:
         """Let the devices do what was issued."""

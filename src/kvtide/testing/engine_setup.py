@@ -10,9 +10,7 @@ from kvtide.core.scheduler import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.testing.engine_ranks import HookOrder
 
-SMALL_STAGING = WorkerLimits(
-    staging_bytes=256 << 10, load_staging_bytes=64 << 10, stage_wait_s=0.0
-)
+SMALL_STAGING = WorkerLimits(staging_bytes=256 << 10, load_staging_bytes=64 << 10, stage_wait_s=0.0)
 """Room for 64 values to write and 16 to read: small enough to fill up in a test."""
 
 

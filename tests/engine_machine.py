@@ -114,6 +114,8 @@ class EngineMachine(RuleBasedStateMachine):
         for engine in self.engines:
             for rank in engine.ranks.ranks:
                 self.let_copies_be_interrupted(rank.blocks)
+        self.add(0, "a", 0, 16, 5, 0, False, 2, may_load=True)  # so that there is what to load
+        self.work(0)
 
     def let_copies_be_interrupted(self, blocks: FakeBlocks) -> None:
         """Things happen while blocks are copied, too."""
@@ -230,9 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what the engine does
 
-    @rule(
-        index=st.integers(0, 1), runs=st.lists(st.sampled_from([True, True, False]), max_size=6)
-    )
+    @rule(index=st.integers(0, 1), runs=st.lists(st.sampled_from([True, True, False]), max_size=6))
     def step(self, index: int, runs: list[bool]) -> None:
         """With the pool's threads quick, or starved."""
         for run_pool in runs:
