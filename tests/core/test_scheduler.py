@@ -566,3 +566,63 @@ def test_after_a_reset_nothing_computed_before_is_saved_under_the_new_name() -> 
     assert [job.prefix_id for job in plan.stores] == [1]
     bench.scheduler.reset(lambda _: None)
     assert not bench.step(prefill(running, 64, 1, first=False))
+
+
+def test_a_second_reset_before_the_next_admission_counts_too() -> None:
+    """The name of the first reset stands for weights that are gone by then."""
+    bench, running = Bench(), request(64)
+    bench.arrive(running)
+    bench.step(prefill(running, 0, 32, first=True))
+    bench.scheduler.reset(lambda _: "second")
+    bench.scheduler.reset(lambda _: "third")
+    bench.step(preempted=[running])
+    plan = bench.step(prefill(running, 0, 64, first=True))
+    assert list(plan.prefixes.values())[-1] == "third"
+    assert [job.prefix_id for job in plan.stores] == [2]
+
+
+@pytest.mark.parametrize("num_resets", [1, 2])
+def test_what_was_loaded_before_a_reset_is_never_built_upon_under_the_new_name(
+    num_resets: int,
+) -> None:
+    """A request that waits to be scheduled after its load holds KV cache of the old weights."""
+    bench, view = Bench(), request(65)
+    stored(bench, request(32))
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.scheduler.on_load_finished("r")
+    for number in range(num_resets):
+        bench.scheduler.reset(lambda _, number=number: f"new-{number}")
+    assert not bench.step(prefill(view, 32, 33, first=True))
+
+
+def test_a_load_that_fails_after_a_reset_lets_the_request_move_along() -> None:
+    """It starts over, under the weights that the new name stands for."""
+    bench, view = Bench(), request(64)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.scheduler.reset(lambda _: "new")
+    bench.report(JobReport(failed_loads={"r": 0}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.step(prefill(view, 0, 64, first=True)).prefixes == {1: "new"}
+
+
+def test_a_load_counts_as_failed_from_the_earliest_token_of_any_rank() -> None:
+    """Ranks report in different steps; until the last has, the load keeps its budget."""
+    bench, view = Bench(num_ranks=2, max_loads=1), request(161)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    bench.step()
+    bench.report(JobReport(failed_loads={"r": 128}))
+    other = request(33, "other")
+    bench.arrive(other)
+    assert bench.scheduler.match(other, 0, 0.0) == 0
+    bench.report(JobReport(failed_loads={"r": 32}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.match(other, 0, 0.0) == 32
+    assert bench.scheduler.match(view, 0, 0.0) == 32
+    assert bench.scheduler.counters["failed_loads"] == 1

@@ -134,6 +134,8 @@ class RequestTracker:
     """``None`` until the engine first schedules this life of the request."""
     repair: bool = False
     """The store lacks part of what the engine holds: the first job starts at 0."""
+    holds_loaded: bool = False
+    """Its blocks hold what a load brought, though it has not computed anything yet."""
     load_limit_token: int | None = None
     """A load failed at this token: no later answer reaches past it."""
     num_failed_loads: int = 0
@@ -144,6 +146,7 @@ class RequestTracker:
         if event in NEW_LIFE:
             self.progress = None
             self.repair = False
+            self.holds_loaded = False
 
     def adopt_next_prefix(self) -> None:
         """Take over the prefix of the new weights: what is computed from now on is theirs."""

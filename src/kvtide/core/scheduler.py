@@ -150,6 +150,8 @@ class PoolScheduler:
         self._trackers: dict[str, RequestTracker] = {}
         self._jobs: dict[int, _OpenJob] = {}
         self._pending_loads: list[LoadJob] = []
+        self._failed_loads: dict[str, int] = {}
+        """Loads that failed on some rank and have not ended on all: the first unproven token."""
         self._pool_back_off = _PoolBackOff()
         self._num_pinned = 0
         self._next_job_id = 0
@@ -176,6 +178,16 @@ class PoolScheduler:
     def num_open_jobs(self) -> int:
         """How many store jobs have not ended on every rank."""
         return len(self._jobs)
+
+    @property
+    def num_inquiries(self) -> int:
+        """How many lookups are under way or waiting to be used."""
+        return self._admission.num_inquiries
+
+    @property
+    def num_loads(self) -> int:
+        """How many loads are under way."""
+        return self._admission.num_loads
 
     # ------------------------------------------------------------------ arrival and lookup
 
@@ -381,26 +393,30 @@ class PoolScheduler:
     def on_load_finished(self, request_id: str) -> None:
         """Note that a load ended on every rank; call it after the report that came with it."""
         num_tokens = self._admission.load_ended(request_id)
+        failed_token = self._failed_loads.pop(request_id, None)
+        if failed_token is not None:
+            self.counters["failed_loads"] += 1
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.state is not RequestState.LOADING:
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
-        self.counters["loaded_tokens"] += num_tokens
-        self._admission.resume()
+        if failed_token is None:
+            tracker.holds_loaded = True
+            self.counters["loaded_tokens"] += num_tokens
+            self._admission.resume()
+            return
+        tracker.adopt_next_prefix()  # it starts over
+        tracker.num_failed_loads += 1
+        known = tracker.load_limit_token
+        tracker.load_limit_token = failed_token if known is None else min(known, failed_token)
 
     def _on_load_failed(self, request_id: str, token: int, now_s: float, *, lost: bool) -> None:
-        self.counters["failed_loads"] += 1
+        """Note where a rank's load failed; it counts once every rank has ended the load."""
         if lost:
             self.counters["lost_loads"] += 1
             self._suspend_loads(now_s)
-        self._admission.load_ended(request_id)
-        tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.state is not RequestState.LOADING:
-            return
-        tracker.advance(RequestEvent.LOAD_ENDED)
-        tracker.num_failed_loads += 1
-        known = tracker.load_limit_token
-        tracker.load_limit_token = token if known is None else min(known, token)
+        known = self._failed_loads.get(request_id)
+        self._failed_loads[request_id] = token if known is None else min(known, token)
 
     def _suspend_loads(self, now_s: float) -> None:
         self._admission.suspend(
@@ -444,11 +460,10 @@ class PoolScheduler:
         self.counters["resets"] += 1
         for tracker in self._trackers.values():
             self._admission.drop(tracker.request_id)
-            if tracker.prefix_id is None:
-                continue
+            # Also for those that wait for an earlier reset's name: it stands for other weights.
             namespace = namespace_of(tracker.request_id)
             tracker.next_prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
-            is_clean = tracker.state is RequestState.WAITING
+            is_clean = tracker.state is RequestState.WAITING and not tracker.holds_loaded
             tracker.prefix_id = tracker.next_prefix_id if is_clean else None
 
     def _preempt(self, view: RequestView, now_s: float) -> None:

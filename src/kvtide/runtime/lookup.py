@@ -186,6 +186,11 @@ class LookupExecutor:
             except Exception:  # noqa: BLE001 - logged there; the thread must outlive any fault
                 self._faults.exception("a round of lookups failed")
 
+    def run_pending(self) -> None:
+        """Carry every lookup to its end in the caller's thread (with ``threaded=False``)."""
+        while self._active and not self._is_closed:
+            self.run_round()
+
     def run_round(self) -> None:
         """Ask the store once, for as many lookups as fit, and carry each of them one step on."""
         entries = self._take_round()

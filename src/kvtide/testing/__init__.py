@@ -3,6 +3,9 @@
 :class:`StoreTests` holds a store to the laws of the contract, :class:`StoreMachine` runs random
 histories of it beside a dict; both need pytest and Hypothesis, the rest needs neither.
 :class:`FaultyStore` fails on a script. :class:`FakeBlocks` stands in for an engine's memory.
+:class:`ScriptedEngine` drives the whole pool as vLLM does,
+with no engine installed; :func:`check_engine`, :func:`check_idle` and :func:`check_store` say what
+must hold of it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtide.stores.wrappers import CountingStore
 from kvtide.testing.blocks import FakeBlocks, FakeFence, byte_layout
+from kvtide.testing.engine import ScriptedEngine
+from kvtide.testing.engine_checks import check_engine, check_idle, check_store
+from kvtide.testing.engine_ranks import HookOrder
+from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
 from kvtide.testing.faulty_store import Fault, FaultKind, FaultyStore
+from kvtide.testing.interrupts import InterruptedStore
 from kvtide.testing.values import Arena, value_of
 
 if TYPE_CHECKING:
@@ -22,14 +30,23 @@ if TYPE_CHECKING:
 __all__ = [
     "Arena",
     "CountingStore",
+    "EngineSetup",
     "FakeBlocks",
     "FakeFence",
     "Fault",
     "FaultKind",
     "FaultyStore",
+    "HookOrder",
+    "InterruptedStore",
+    "ManualClock",
+    "ScriptedEngine",
+    "StepRecord",
     "StoreMachine",
     "StoreTests",
     "byte_layout",
+    "check_engine",
+    "check_idle",
+    "check_store",
     "value_of",
 ]
 

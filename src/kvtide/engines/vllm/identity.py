@@ -129,7 +129,7 @@ def _model_identity(model: Any) -> dict[str, object]:
     return identity
 
 
-def _rope_types(config: object, *, in_rope: bool = False) -> set[str]:
+def _rope_types(config: object, *, in_rope: bool) -> set[str]:
     """Return the kinds of rotary scaling anywhere in a configuration.
 
     Some pick their factors by the configured maximum length (LongRoPE does), so for all but

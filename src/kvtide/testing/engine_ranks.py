@@ -1,0 +1,200 @@
+"""The workers of the scripted engine: memory, forward passes, and the order of the hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtide.core.jobs import JobReport, StepPlan
+from kvtide.runtime.limits import WorkerLimits
+from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.runtime.worker import PoolWorker
+from kvtide.stores.base import Store
+from kvtide.stores.wrappers import CountingStore
+from kvtide.testing.blocks import FakeBlocks, byte_layout
+from kvtide.testing.engine_model import TOKEN_BYTES, KvChain, KvModel, sample
+from kvtide.testing.engine_requests import EngineRequest
+
+
+class HookOrder(Enum):
+    """When ``wait_for_save`` is called; releases and runners of vLLM differ."""
+
+    SAVE_THEN_REPORT = "every step, before the report"
+    NOT_WHEN_EMPTY = "before the report, but not in steps without tokens"
+    REPORT_THEN_SAVE = "every step, after the report"
+    NEVER = "never: what is unfenced at the next step's metadata is fenced then"
+
+
+class SharedStore(CountingStore):
+    """One user's handle of a store that others use too: closing it leaves the store open."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What the ranks hand back with one step, or with several when it comes late."""
+
+    report: JobReport = field(default_factory=JobReport)
+    finished_loads: set[str] = field(default_factory=set)
+    failed_loads: set[str] = field(default_factory=set)
+
+    def merge(self, other: StepOutput) -> StepOutput:
+        """Return both as one."""
+        return StepOutput(
+            self.report.merge(other.report),
+            self.finished_loads | other.finished_loads,
+            self.failed_loads | other.failed_loads,
+        )
+
+
+class EngineRank:
+    """One rank: a worker of the pool, blocks, and the model's forward pass over them."""
+
+    def __init__(
+        self,
+        rank: int,
+        model: KvModel,
+        hash_block_size: int,
+        num_blocks: int,
+        store: Store,
+        *,
+        limits: WorkerLimits,
+        clock: Callable[[], float],
+        threaded: bool,
+    ) -> None:
+        self.rank = rank
+        self.store = SharedStore(store, per_key=True)
+        self._model = model
+        layout = byte_layout(*((size, size * TOKEN_BYTES) for size in model.block_sizes))
+        self.blocks = FakeBlocks(layout, num_blocks)
+        self.worker = PoolWorker(
+            self.blocks,
+            self.store,
+            PrefixDatabases(model.block_sizes, hash_block_size, rank),
+            limits=limits,
+            clock=clock,
+            threaded=threaded,
+        )
+
+    def kv(self, group_id: int, table: Sequence[int], num_tokens: int) -> bytes:
+        """Return the KV of a request's first tokens as its blocks hold it now."""
+        if not num_tokens:
+            return b""
+        size = self._model.block_sizes[group_id]
+        data = self.blocks.data[group_id]
+        rows = data[list(table[: -(-num_tokens // size)])]
+        return rows.tobytes()[: num_tokens * TOKEN_BYTES]
+
+    def chains(self, tables: Sequence[Sequence[int]], num_computed: int) -> list[KvChain]:
+        """Attend to what a request's blocks hold."""
+        seeds = self._model.seeds()
+        return [
+            KvChain(
+                seeds[self._model.seed_index(self.rank, group_id)],
+                self.kv(group_id, table, num_computed),
+            )
+            for group_id, table in enumerate(tables)
+        ]
+
+    def write(
+        self, group_id: int, table: Sequence[int], first_token: int, kv: Sequence[bytes]
+    ) -> None:
+        """Issue the writes of consecutive tokens; they are done by :meth:`FakeBlocks.complete`."""
+        size = self._model.block_sizes[group_id]
+        data = b"".join(kv)
+        end = first_token + len(kv)
+        for chunk in range(first_token // size, -(-end // size)):
+            low, high = max(first_token, chunk * size), min(end, (chunk + 1) * size)
+            content = bytearray(self.blocks.content(group_id, table[chunk]))
+            piece = data[(low - first_token) * TOKEN_BYTES : (high - first_token) * TOKEN_BYTES]
+            at = (low - chunk * size) * TOKEN_BYTES
+            content[at : at + len(piece)] = piece
+            self.blocks.issue(group_id, table[chunk], bytes(content))
+
+    def hooks(self, order: HookOrder, *, is_empty: bool) -> StepOutput:
+        """Call the worker's hooks that follow a forward pass."""
+        is_skipped = order is HookOrder.NEVER or (order is HookOrder.NOT_WHEN_EMPTY and is_empty)
+        if order is HookOrder.REPORT_THEN_SAVE:
+            output = self._results()
+            self.worker.fence()
+            return output
+        if not is_skipped:
+            self.worker.fence()
+        return self._results()
+
+    def _results(self) -> StepOutput:
+        results = self.worker.poll()
+        return StepOutput(
+            self.worker.take_report() or JobReport(), results.finished_loads, results.failed_loads
+        )
+
+
+class Ranks:
+    """All ranks of an engine: one plan for all, their answers joined as vLLM joins them.
+
+    A load counts as finished once every rank has said so, and as failed if any said so; reports
+    are merged at once.
+    """
+
+    def __init__(self, ranks: Sequence[EngineRank], order: HookOrder) -> None:
+        self.ranks = ranks
+        self.order = order
+        self._finishes: Counter[str] = Counter()
+        self._failures: set[str] = set()
+
+    def take_over(self, plans: Sequence[StepPlan]) -> None:
+        """Bind a step's metadata, one copy for each rank."""
+        for rank, plan in zip(self.ranks, plans, strict=True):
+            rank.worker.take_over(plan)
+
+    def forward(self, request: EngineRequest, num_tokens: int) -> list[int]:
+        """Compute tokens on every rank; return those sampled, none while the prompt goes on.
+
+        Attention reads the blocks, so what a wrong load left there shows in the output.
+        """
+        self.complete()  # it may attend to what another request computes in this step
+        first = request.num_computed
+        tokens = (request.tokens + request.drafts)[first : first + num_tokens]
+        chains = [
+            (rank, group_id, chain)
+            for rank in self.ranks
+            for group_id, chain in enumerate(rank.chains(request.tables, first))
+        ]
+        sampled: list[int] = []
+        kv: list[list[bytes]] = [[] for _ in chains]
+        is_accepting = True
+        for position, token in enumerate(tokens, first):
+            for values, (_, _, chain) in zip(kv, chains, strict=True):
+                values.append(chain.extend(token))
+            if position >= len(request.tokens) - 1 and is_accepting:
+                sampled.append(sample(chain for _, _, chain in chains))
+                draft = position + 1 - len(request.tokens)
+                is_accepting = draft < len(request.drafts) and request.drafts[draft] == sampled[-1]
+        for values, (rank, group_id, _) in zip(kv, chains, strict=True):
+            rank.write(group_id, request.tables[group_id], first, values)
+        return sampled
+
+    def complete(self) -> None:
+        """Let the devices do what was issued."""
+        for rank in self.ranks:
+            rank.blocks.complete()
+
+    def collect(self, *, is_empty: bool) -> StepOutput:
+        """Call the hooks on every rank and join what they answer."""
+        joined = StepOutput()
+        for rank in self.ranks:
+            output = rank.hooks(self.order, is_empty=is_empty)
+            joined.report = joined.report.merge(output.report)
+            self._finishes.update(output.finished_loads)
+            self._failures |= output.failed_loads
+        for request_id, count in list(self._finishes.items()):
+            if count == len(self.ranks):
+                del self._finishes[request_id]
+                joined.finished_loads.add(request_id)
+        joined.failed_loads = joined.finished_loads & self._failures
+        self._failures -= joined.failed_loads
+        return joined
