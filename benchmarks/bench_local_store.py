@@ -22,7 +22,7 @@ from measuring import Row, alternate, report
 from kvtide.core.batch import Batch
 from kvtide.stores import Status, Store, open_store
 from kvtide.stores.memory_buffer import aligned_buffer, region_of
-from kvtide.stores.url import format_size, parse_size
+from kvtide.units import format_size, parse_size
 
 DEFAULT_PATH = Path("/dev/shm/kvtide-bench")  # noqa: S108 - removed before and after
 KIB = 1 << 10

@@ -400,7 +400,7 @@ def test_the_default_size_is_half_of_what_is_free(
         ("local://dev/shm/x", "local:///dev/shm/x"),
         ("local://", "needs the path"),
         ("local:///tmp/x?size=1KiB", "a pool needs 256KiB at least"),
-        ("local:///tmp/x?size=20Gibibyte", "is not a size"),
+        ("local:///tmp/x?size=20Gibibyte", "has no known unit"),
         ("local:///tmp/x?lock_timeout_ms=soon", "not a number of milliseconds"),
         ("local:///tmp/x?lock_timeout=5", "did you mean 'lock_timeout_ms'"),
         ("locl:///tmp/x", "did you mean 'local'"),

@@ -39,7 +39,8 @@ from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
 from kvtide.stores.running_calls import RunningCalls
 from kvtide.stores.slab import Slab, preallocate
-from kvtide.stores.url import StoreUrl, UrlReader, format_size
+from kvtide.stores.url import StoreUrl, UrlReader
+from kvtide.units import format_size
 
 DEFAULT_LOCK_TIMEOUT_S = 2.0
 _SETUP_TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtide.errors import StoreOpenError
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.slab import pages_file_bytes, preallocate
-from kvtide.stores.url import format_size
+from kvtide.units import format_size
 
 FORMAT_VERSION = 1
 MARKER = "kvtide-pool.json"

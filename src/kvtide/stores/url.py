@@ -4,50 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtide.errors import ConfigError
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that ``text`` names: ``"20GiB"``, ``"1.5 GB"``, ``"4096"``.
-
-    Raises:
-        ConfigError: it names no positive number of bytes.
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size: write bytes (4096) or a unit (512MiB, 20GiB)")
-    number, unit = match[1], _UNITS[match[2].upper()]
-    num_bytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
-    if num_bytes <= 0:
-        raise ConfigError(f"{text!r} is not a size: it must be positive")
-    return num_bytes
-
-
-def format_size(num_bytes: int) -> str:
-    """Return ``num_bytes`` as people write it: ``"20GiB"``, ``"1.5MiB"``, ``"100B"``."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g}{name}"
-    return f"{num_bytes}B"
+from kvtide.units import parse_size
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -127,10 +89,14 @@ class UrlReader:
         if not text:
             return None
         try:
-            return parse_size(text)
-        except ConfigError as error:
-            self.faults.extend(f"the parameter {name!r}: {fault}" for fault in error.faults)
+            num_bytes = parse_size(text)
+        except ValueError as error:
+            self.faults.append(f"the parameter {name!r}: {error}")
             return None
+        if num_bytes == 0:
+            self.faults.append(f"the parameter {name!r}: {text!r} must be positive")
+            return None
+        return num_bytes
 
     def milliseconds(self, name: str) -> int | None:
         """Return the parameter ``name`` as a positive whole number, None where absent or faulty."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,11 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore = [
         path.name for path in HERE.glob("test_*.py") if not path.name.startswith("test_demo")
     ]
+else:
+    # vLLM and torch warn while they are imported; warnings of ours stay errors.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.v1.engine.core")
 
 
 @pytest.fixture(scope="session")

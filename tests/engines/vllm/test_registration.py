@@ -59,6 +59,11 @@ def test_importing_the_package_loads_no_connector() -> None:
         timeout=60,
         check=True,
     )
-    loaded = ["kvtide.engines", "kvtide.engines.vllm", "kvtide.engines.vllm.registration"]
+    loaded = [
+        "kvtide.engines",
+        "kvtide.engines.vllm",
+        "kvtide.engines.vllm.registration",
+        "kvtide.errors",
+    ]
     name = (CONNECTOR_NAME, "kvtide.engines.vllm", CONNECTOR_NAME)
     assert done.stdout.strip() == f"{[name]} {loaded} False"

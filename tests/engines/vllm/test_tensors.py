@@ -281,7 +281,7 @@ def test_a_device_that_is_not_known_is_refused() -> None:
     segment = tensors._segment_of(tensor, NUM_BLOCKS, 8192)
     assert segment.num_bytes == 8192
     assert "meta" in tensors._device_faults({torch.device("meta")})[0]
-    assert tensors._device_faults(set())
+    assert not tensors._device_faults(set()), "then every layer has a fault of its own"
     assert not tensors._device_faults({torch.device("cuda:0")})
     assert tensors._device_faults({torch.device("cuda:0"), torch.device("cuda:1")})
     TensorBlocks({name: tensor}, config, [0])

@@ -129,7 +129,7 @@ def _model_identity(model: Any) -> dict[str, object]:
     return identity
 
 
-def _rope_types(config: object, *, in_rope: bool) -> set[str]:
+def _rope_types(config: object, *, in_rope: bool = False) -> set[str]:
     """Return the kinds of rotary scaling anywhere in a configuration.
 
     Some pick their factors by the configured maximum length (LongRoPE does), so for all but
@@ -137,13 +137,13 @@ def _rope_types(config: object, *, in_rope: bool) -> set[str]:
     """
     found: set[str] = set()
     if isinstance(config, list):
-        return found.union(*(_rope_types(value, in_rope) for value in config))
+        return found.union(*(_rope_types(value, in_rope=in_rope) for value in config))
     if isinstance(config, dict):
         for key, value in config.items():
             if in_rope and key in ("rope_type", "type") and isinstance(value, str):
                 found.add(value)
             rope_here = in_rope or key in ("rope_scaling", "rope_parameters")
-            found |= _rope_types(value, rope_here)
+            found |= _rope_types(value, in_rope=rope_here)
     return found
 
 
