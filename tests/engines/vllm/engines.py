@@ -147,10 +147,23 @@ class InProcessEngine:
         gc.collect()
 
 
+def forget_halves() -> None:
+    """Clear what an engine that was refused at start leaves behind in this process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
 @contextmanager
 def engine(model: Path, store: str | None, **arguments: Any) -> Iterator[InProcessEngine]:
     """Open an engine for the time of a ``with`` block."""
-    opened = InProcessEngine(model, store=store, **arguments)
+    try:
+        opened = InProcessEngine(model, store=store, **arguments)
+    except Exception:
+        forget_halves()
+        raise
     try:
         yield opened
     finally:

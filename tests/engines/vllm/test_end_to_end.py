@@ -247,3 +247,39 @@ def test_requests_preempted_for_lack_of_memory_resume_with_the_same_tokens(
         one.pool.check_integrity()
         one.worker.check_idle()
         assert one.counters["saved_bytes"] > 0
+
+
+def multi(store: str, **outer: Any) -> dict[str, Any]:
+    """VLLM's arguments for kvtide as a child of MultiConnector."""
+    child = {
+        "kv_connector": "KVTideConnector",
+        "kv_connector_module_path": "kvtide.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": store},
+    }
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [child]},
+            **outer,
+        }
+    }
+
+
+def test_inside_a_multi_connector_it_works_if_failed_loads_are_recomputed(
+    model: Path, pool_url: str, expected: dict[str, list[int]]
+) -> None:
+    """There kvtide cannot choose that itself: it says what to set."""
+    from kvtide.errors import ConfigError
+
+    with (
+        pytest.raises(ConfigError, match='"kv_load_failure_policy": "recompute"'),
+        engine(model, None, **multi(pool_url)),
+    ):
+        pass
+    saved_by(model, pool_url)
+    with engine(model, None, **multi(pool_url, kv_load_failure_policy="recompute")) as one:
+        [output] = one.run(PROMPT)
+        assert list(output.outputs[0].token_ids) == expected["prompt"]
+        assert output.num_cached_tokens == FULL_BLOCKS

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import vllm
@@ -234,6 +235,33 @@ def adapter_digest(digests: AdapterDigests, lora_request: Any) -> str | None:
 def require_recompute(vllm_config: Any) -> None:
     """Make the engine recompute what cannot be loaded instead of failing the request.
 
-    The scheduler reads the setting right after it has constructed its connector.
+    The scheduler reads the setting right after it has constructed its connector. Inside a
+    ``MultiConnector`` this connector has a configuration of its own, which nobody reads: there
+    the operator must choose.
+
+    Raises:
+        ConfigError: the surrounding ``MultiConnector`` lets requests fail.
     """
-    vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    outer = _surrounding_config()
+    if outer is None:
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+    elif outer.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "inside MultiConnector a failed load would fail its request: set "
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config, beside '
+            '"kv_connector": "MultiConnector"'
+        )
+
+
+def _surrounding_config() -> Any:
+    """Return the configuration of the ``MultiConnector`` that is making this connector.
+
+    It hands its children copies and no way back, so the only trace of it is that it is running.
+    """
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - see above
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if type(caller).__name__ == "MultiConnector":
+            return getattr(caller, "_vllm_config", None)
+        frame = frame.f_back
+    return None
