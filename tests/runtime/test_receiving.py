@@ -345,3 +345,23 @@ def test_the_load_queue_is_bounded() -> None:
     assert sorted(rank.finished) == ["a", "b"]
     assert rank.failed == ["b"]
     assert rank.report.lost_loads == set()
+
+
+def test_a_load_writes_only_after_what_the_engine_had_issued_on_its_blocks() -> None:
+    """A device that still zeroes the blocks it gave away must not overwrite what was loaded."""
+    rank, contents = saved_rank()
+    zeros = bytes(len(contents[0]))
+    for block in TARGETS:
+        rank.blocks.issue(0, block, zeros)
+    job = rank.load_job("a", 0, 32, TARGETS)
+    loading = threading.Thread(target=rank.step, args=(job,))
+    loading.start()
+    try:
+        while rank.blocks.num_waiting == 0:
+            assert loading.is_alive(), "the load did not wait for the engine's work"
+        assert rank.finished == []
+    finally:
+        rank.blocks.complete()
+        loading.join(WAIT_S)
+    assert [rank.blocks.content(0, block) for block in TARGETS] == contents
+    assert (rank.finished, rank.failed) == (["a"], [])

@@ -32,7 +32,8 @@ class FakeBlocks:
     """Blocks in host memory that behave like a device's: work is issued first and done later.
 
     ``data[group_id]`` has shape ``(num_blocks, payload_bytes)``. ``reads`` and ``writes`` list
-    ``(group_id, block_ids)`` of every copy. ``adopted`` are the staging buffers.
+    ``(group_id, block_ids)`` of every copy. ``adopted`` are the staging buffers; ``num_waiting``
+    counts the fences that somebody waits for.
     """
 
     def __init__(self, layout: StoreLayout, num_blocks: int) -> None:
@@ -43,6 +44,7 @@ class FakeBlocks:
         self.reads: list[tuple[int, tuple[int, ...]]] = []
         self.writes: list[tuple[int, tuple[int, ...]]] = []
         self.adopted: list[ByteArray] = []
+        self.num_waiting = 0
         self._done = threading.Condition()
         self._issued: list[tuple[int, int, bytes]] = []
         self._num_done = 0
@@ -86,7 +88,10 @@ class FakeBlocks:
             TimeoutError: nobody completed them; a test should not hang.
         """
         with self._done:
-            if not self._done.wait_for(lambda: self._num_done >= num_issued, timeout_s):
+            self.num_waiting += 1
+            is_done = self._done.wait_for(lambda: self._num_done >= num_issued, timeout_s)
+            self.num_waiting -= 1
+            if not is_done:
                 raise TimeoutError("the work before the fence was never completed")
 
     # ------------------------------------------------------------------------ the pool's side
