@@ -1,4 +1,4 @@
-"""What kvtide cannot serve is refused when the engine starts, with everything that has to change."""
+"""What kvtide cannot serve is refused when the engine starts, with all that has to change."""
 
 from __future__ import annotations
 
