@@ -28,7 +28,8 @@ from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport, StoreJob
 from kvtide.core.keys import CacheIdentity, HashWindow, namespace_for
 from kvtide.core.lookup import LookupQuery, lookup
-from kvtide.core.scheduler import PoolScheduler, Scheduled, SchedulerLimits, StepEvents
+from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.core.transfer import RequestView
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
@@ -147,7 +148,7 @@ class Case:
         self.scheduler = PoolScheduler(
             COORDINATOR,
             self.lookups,
-            limits=SchedulerLimits(max_pinned_blocks=POOL_BLOCKS, max_job_tokens=LONGEST),
+            limits=SaveLimits(max_pinned_blocks=POOL_BLOCKS, max_job_tokens=LONGEST),
         )
         self.scheduler.on_new_request(engine.view, NAMESPACE, 0.0)
         self.prepare()

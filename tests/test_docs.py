@@ -14,7 +14,8 @@ from kvtide.config import PoolConfig, options
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport, StepPlan, unpack_block_ids
-from kvtide.core.scheduler import PoolScheduler, Scheduled, SchedulerLimits, StepEvents
+from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.errors import KVTideError
 from kvtide.metrics import COUNTERS, GAUGES
 from kvtide.runtime.tags import tag_for
@@ -191,7 +192,7 @@ class Example:
         self.scheduler = PoolScheduler(
             coordinator,
             self.lookups,
-            limits=SchedulerLimits(max_pinned_blocks=100, max_job_tokens=1 << 20),
+            limits=SaveLimits(max_pinned_blocks=100, max_job_tokens=1 << 20),
         )
         self.database = coordinator.databases("ns", range(1))[0][0]
 

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from kvtide.core.admission import Admission, AdmissionLimits
+from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
@@ -29,7 +31,7 @@ class House:
         immediate: bool = True,
         num_tokens: int = 20 * 16 + 1,
         local: int = 0,
-        **limits: float,
+        **limits: Any,
     ) -> None:
         self.present = {DATABASE.key_for(value) for value in HASHES[:stored]}
         self.lookups = ManualLookups(COORDINATOR, self.exists, immediate=immediate)
@@ -185,13 +187,13 @@ def test_a_hit_shorter_than_worth_the_load_is_not_loaded() -> None:
 
 def test_loads_are_suspended_after_one_timed_out_and_resume() -> None:
     """Each suspension is longer, until a load succeeds."""
-    house = House(4, grant_wait_s=100.0)
+    house = House(4, grant_wait_s=100.0, delays=Delays(1.0, 8.0))
     for now_s, until_s in ((0.0, 1.0), (1.0, 3.0)):
-        house.admission.suspend(now_s, first_delay_s=1.0, max_delay_s=8.0)
+        house.admission.suspend(now_s)
         assert house.match(now_s=until_s - 0.1) == 0
         assert house.match(now_s=until_s) == 64
     house.admission.resume()
-    house.admission.suspend(5.0, first_delay_s=1.0, max_delay_s=8.0)
+    house.admission.suspend(5.0)
     assert house.match(now_s=6.0) == 64
 
 

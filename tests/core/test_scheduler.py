@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 
 from kvtide.core.admission import AdmissionLimits
+from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport, StepPlan, StoreJob, unpack_block_ids
 from kvtide.core.keys import KeyMetadata
-from kvtide.core.scheduler import (
-    UNKNOWN_PREFIX_ID,
-    PoolScheduler,
-    SavePolicy,
-    Scheduled,
-    SchedulerLimits,
-    StepEvents,
-)
+from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
+from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 
@@ -50,10 +45,8 @@ class Bench:
         self.scheduler = PoolScheduler(
             COORDINATOR,
             self.lookups,
-            limits=SchedulerLimits(
-                max_pinned_blocks, max_job_tokens, first_delay_s=1.0, max_delay_s=4.0
-            ),
-            admission=AdmissionLimits(**admission),
+            limits=SaveLimits(max_pinned_blocks, max_job_tokens, Delays(1.0, 4.0)),
+            admission=AdmissionLimits(delays=Delays(1.0, 4.0), **admission),
             saves=SavePolicy(prefill=prefill, decode=decode),
             num_ranks=num_ranks,
         )

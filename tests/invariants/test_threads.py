@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.core.admission import AdmissionLimits
+from kvtide.core.back_off import Delays
 from kvtide.stores import open_store
 from kvtide.stores.base import Store
 from kvtide.testing import EngineSetup, Fault, FaultKind, FaultyStore, ScriptedEngine
@@ -56,8 +57,7 @@ def test_random_requests_compute_on_right_bytes_whatever_the_threads_do(
         num_drafts=seed % 2 * 2,
         threaded=True,
         lookup_timeout_s=30.0,
-        first_delay_s=0.001,
-        max_delay_s=0.01,
+        delays=Delays(0.001, 0.01),
         admission=AdmissionLimits(lookup_wait_s=30.0),
     )
     engine = ScriptedEngine(faulty, setup, clock=time.monotonic)

@@ -17,9 +17,10 @@ step, so there is a deadline after which the answer is a miss.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.keys import HashWindow
 from kvtide.core.lookup import LookupHit, LookupQuery
@@ -57,6 +58,7 @@ class AdmissionLimits:
     max_loads: int = 64
     max_load_tokens: int = 1 << 40
     min_load_tokens: int = 0
+    delays: Delays = field(default_factory=Delays)
 
 
 @dataclass(slots=True)
@@ -95,8 +97,7 @@ class Admission:
         self._inquiries: dict[str, _Inquiry] = {}
         self._next_ticket = 0
         self._loading: dict[str, int] = {}
-        self._suspended_until_s = 0.0
-        self._suspend_delay_s = 0.0
+        self._back_off = BackOff(limits.delays)
 
     def __repr__(self) -> str:
         return f"<Admission [{len(self._inquiries)} inquiries, {len(self._loading)} loads]>"
@@ -173,21 +174,20 @@ class Admission:
         """Give the load's budget back and return its tokens, 0 where it was not counted."""
         return self._loading.pop(request_id, 0)
 
-    def suspend(self, now_s: float, *, first_delay_s: float, max_delay_s: float) -> None:
+    def suspend(self, now_s: float) -> None:
         """Answer 0 for a while: the store did not answer a load in time."""
-        self._suspend_delay_s = min(max_delay_s, self._suspend_delay_s * 2 or first_delay_s)
-        self._suspended_until_s = now_s + self._suspend_delay_s
+        self._back_off.fail(now_s)
         self._counters["load_suspensions"] += 1
 
     def resume(self) -> None:
         """Note that a load succeeded: the next suspension starts short again."""
-        self._suspend_delay_s = 0.0
+        self._back_off.succeed()
 
     def _may_load(self, tracker: RequestTracker, now_s: float) -> bool:
         """Judge the budgets, which act here, before anything is promised."""
         if tracker.num_failed_loads >= MAX_FAILED_LOADS:
             return False
-        if now_s < self._suspended_until_s:
+        if self._back_off.is_waiting(now_s):
             return False
         return len(self._loading) < self._limits.max_loads
 

@@ -55,6 +55,10 @@ class Coordinator:
         """The distance in tokens between boundaries."""
         return self.lcm_block_size
 
+    def aligned(self, num_tokens: int) -> int:
+        """Return ``num_tokens`` rounded down to whole ``lcm_block_size``: the units of saving."""
+        return num_tokens // self.lcm_block_size * self.lcm_block_size
+
     def last_boundary(self, num_tokens: int) -> int:
         """Return the largest boundary at most ``num_tokens``."""
         return num_tokens // self.alignment * self.alignment

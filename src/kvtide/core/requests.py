@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtide.core.back_off import BackOff
+
 
 class RequestState(Enum):
     """Where a request is."""
@@ -77,38 +79,32 @@ class SaveProgress:
 
     saved_offset: int
     scheduled_offset: int
+    back_off: BackOff
     done: dict[int, int] = field(default_factory=dict)
     """Ranges that are stored but do not yet join ``saved_offset``: start to end."""
     num_open_jobs: int = 0
-    failed: bool = False
+    must_rewind: bool = False
     """A job failed: once the open ones have ended, saving starts again at ``saved_offset``."""
-    retry_at_s: float = 0.0
-    delay_s: float = 0.0
-
-    @classmethod
-    def starting_at(cls, offset: int) -> SaveProgress:
-        """Return the progress of a request whose first job starts at ``offset``."""
-        return cls(saved_offset=offset, scheduled_offset=offset)
 
     def record_saved(self, start_token: int, end_token: int) -> None:
         """Note that a range is stored and move the saved offset over what is contiguous."""
+        self.back_off.succeed()
         self.done[start_token] = end_token
         while (end := self.done.pop(self.saved_offset, None)) is not None:
             self.saved_offset = end
 
-    def back_off(self, now_s: float, *, first_delay_s: float, max_delay_s: float) -> None:
-        """Note a failed job: the next attempt waits, twice as long as the one before it."""
-        self.failed = True
-        self.delay_s = min(max_delay_s, self.delay_s * 2 or first_delay_s)
-        self.retry_at_s = now_s + self.delay_s
+    def record_failed(self, now_s: float) -> None:
+        """Note a failed job: the next one waits, and starts again at the saved offset."""
+        self.must_rewind = True
+        self.back_off.fail(now_s)
 
     def may_emit(self, now_s: float) -> bool:
         """Tell whether the next job may start, rewinding to the saved offset after a failure."""
-        if not self.failed:
+        if not self.must_rewind:
             return True
-        if self.num_open_jobs or now_s < self.retry_at_s:
+        if self.num_open_jobs or self.back_off.is_waiting(now_s):
             return False
-        self.failed = False
+        self.must_rewind = False
         self.scheduled_offset = self.saved_offset
         self.done.clear()
         return True

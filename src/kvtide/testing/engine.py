@@ -15,10 +15,12 @@ from __future__ import annotations
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
-from kvtide.core.scheduler import PoolScheduler, Scheduled, SchedulerLimits, StepEvents
+from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.runtime.lookup import LookupExecutor
 from kvtide.stores.base import Store
 from kvtide.testing.engine_batch import BatchScheduler, Decisions
@@ -84,13 +86,12 @@ class ScriptedEngine:
         return PoolScheduler(
             self.coordinator,
             self.lookups,
-            limits=SchedulerLimits(
+            limits=SaveLimits(
                 max_pinned_blocks=setup.pin_budget,
                 max_job_tokens=setup.max_job_tokens or 16 * self.coordinator.lcm_block_size,
-                first_delay_s=setup.first_delay_s,
-                max_delay_s=setup.max_delay_s,
+                delays=setup.delays,
             ),
-            admission=setup.admission,
+            admission=replace(setup.admission, delays=setup.delays),
             saves=setup.saves,
             num_ranks=setup.num_ranks,
         )

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from kvtide.core.admission import AdmissionLimits
-from kvtide.core.scheduler import SavePolicy
+from kvtide.core.back_off import Delays
+from kvtide.core.saving import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.testing.engine_ranks import HookOrder
 
@@ -38,8 +39,7 @@ class EngineSetup:
     threaded: bool = False
     max_pinned_blocks: int | None = None
     max_job_tokens: int | None = None
-    first_delay_s: float = 0.5
-    max_delay_s: float = 4.0
+    delays: Delays = field(default_factory=lambda: Delays(0.5, 4.0))
     lookup_timeout_s: float = 1.0
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     saves: SavePolicy = field(default_factory=lambda: SavePolicy(decode=True))

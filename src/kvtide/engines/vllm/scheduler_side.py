@@ -13,17 +13,13 @@ from typing import Any
 
 from kvtide.config import PoolConfig
 from kvtide.core.admission import AdmissionLimits
+from kvtide.core.back_off import Delays
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import StepPlan
 from kvtide.core.keys import CacheIdentity, namespace_for
 from kvtide.core.layout import StoreLayout, common_layout
-from kvtide.core.scheduler import (
-    PoolScheduler,
-    SavePolicy,
-    Scheduled,
-    SchedulerLimits,
-    StepEvents,
-)
+from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
+from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.engines.adapters import AdapterDigests
 from kvtide.engines.deployment import Deployment
 from kvtide.engines.vllm import features
@@ -36,6 +32,7 @@ from kvtide.runtime.lookup import LookupExecutor
 from kvtide.runtime.slab import page_padded
 from kvtide.runtime.tags import TAG_BYTES
 from kvtide.stores import Store
+from kvtide.units import format_size
 
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
@@ -118,24 +115,26 @@ class SchedulerSide:
             max_bad_keys=config.max_bad_keys,
         )
         unit_bytes = _bytes_per_unit(coordinator, self._layout)
+        _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
+        delays = Delays(config.backoff_s, config.max_backoff_s)
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
             coordinator,
             self._lookups,
-            limits=SchedulerLimits(
+            limits=SaveLimits(
                 max_pinned_blocks=int(config.pin_fraction * num_blocks),
                 max_job_tokens=max(
                     unit, config.staging_size // JOB_SHARE_OF_STAGING // unit_bytes * unit
                 ),
-                first_delay_s=config.backoff_s,
-                max_delay_s=config.max_backoff_s,
+                delays=delays,
             ),
             admission=AdmissionLimits(
                 lookup_wait_s=config.lookup_wait_ms / 1000,
                 max_loads=config.max_loads_in_flight,
                 max_load_tokens=config.max_load_bytes // unit_bytes * unit,
                 min_load_tokens=config.min_load_tokens,
+                delays=delays,
             ),
             saves=SavePolicy(prefill=config.saves_prefill, decode=config.save_decode_cache),
             num_ranks=self._num_ranks,
@@ -290,6 +289,26 @@ class SchedulerSide:
             self._lookups.close()
         else:
             self._store.close()
+
+
+def _check_sizes(config: PoolConfig, unit_bytes: int) -> None:
+    """Refuse budgets that not even one block of this model fits into: nothing would ever move.
+
+    Raises:
+        ConfigError: names each such setting, and what it needs.
+    """
+    faults = [
+        f"{name} is {format_size(size)}, but one block of this model takes "
+        f"{format_size(unit_bytes)}: set it to {format_size(JOB_SHARE_OF_STAGING * unit_bytes)} "
+        "or more"
+        for name, size in (
+            ("staging_size", config.staging_size),
+            ("max_load_bytes", config.max_load_bytes),
+        )
+        if size < unit_bytes
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout) -> int:

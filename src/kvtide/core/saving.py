@@ -1,0 +1,254 @@
+"""Saving: which store jobs a step emits, what they pin, and what their reports mean.
+
+Theory of operation. Three rules keep it right:
+
+* **Only certain tokens are saved.** After a step, ``min(computed + scheduled, hashed)`` tokens of
+  a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
+  Whenever that passes a multiple of ``lcm_block_size``, one job covers
+  ``[scheduled_offset, aligned)`` and nothing below it is touched.
+* **A job's blocks are pinned until every rank has staged them**, within a budget. A job is cut to
+  the budget, never refused for its size; what is left follows on any later step.
+* **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
+  ``saved_offset`` when the last rank has reported success. A failed job puts its request (for
+  no-space or a lost store: the whole pool) into back-off, after which saving starts again at the
+  saved offset. A job holds the :class:`SaveProgress` of the life of its request that emitted it,
+  so a report about an earlier life changes nothing but its own pins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtide.core.back_off import BackOff, Delays
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.jobs import JobEnd, JobReport
+from kvtide.core.requests import RequestTracker, SaveProgress
+from kvtide.core.transfer import PlannedStore, RequestView, plan_store
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """Which tokens an engine of this role saves."""
+
+    prefill: bool = True
+    decode: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is saved at all."""
+        return self.prefill or self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLimits:
+    """What saving may hold at once, and how it waits after a failure.
+
+    ``max_pinned_blocks`` bounds the engine's blocks that jobs hold; ``max_job_tokens`` bounds one
+    job (a job must fit into a worker's staging memory).
+    """
+
+    max_pinned_blocks: int
+    max_job_tokens: int
+    delays: Delays = field(default_factory=Delays)
+
+
+class Scheduled(NamedTuple):
+    """One request of a step: ``num_computed_tokens`` before it, ``num_scheduled_tokens`` in it.
+
+    ``is_admission`` says that the engine (re)admits the request in this step.
+    """
+
+    view: RequestView
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    is_admission: bool
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    """A store job that not every rank has ended yet."""
+
+    progress: SaveProgress
+    start_token: int
+    end_token: int
+    pinned_block_ids: list[int]
+    num_staged: int = 0
+    ends: Counter[JobEnd] = field(default_factory=Counter)
+
+
+class Saving:
+    """Keeps the open store jobs, their pins and the back-off of the pool.
+
+    ``num_ranks`` is how many reports end a job; ``take_job_id`` returns ids that never repeat.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        policy: SavePolicy,
+        limits: SaveLimits,
+        *,
+        num_ranks: int,
+        counters: Counter[str],
+        take_job_id: Callable[[], int],
+    ) -> None:
+        self.policy = policy
+        self._coordinator = coordinator
+        self._limits = limits
+        self._num_ranks = num_ranks
+        self._counters = counters
+        self._take_job_id = take_job_id
+        self._jobs: dict[int, _OpenJob] = {}
+        self._num_pinned = 0
+        self._pool_back_off = BackOff(limits.delays)
+
+    def __repr__(self) -> str:
+        return f"<Saving [{len(self._jobs)} jobs, {self._num_pinned} blocks pinned]>"
+
+    @property
+    def num_open_jobs(self) -> int:
+        """How many store jobs have not ended on every rank."""
+        return len(self._jobs)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """How many of the engine's blocks jobs hold; a block pinned twice counts twice."""
+        return self._num_pinned
+
+    # ------------------------------------------------------------------ one step
+
+    def begin(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
+        """Find where the first job of a request's life starts: where the engine computes from.
+
+        What is below was held or loaded, so it is in the store; where lookups found it lacking
+        there, the first job starts at 0.
+        """
+        tracker.num_admitted_tokens = scheduled.view.num_tokens
+        start = scheduled.num_computed_tokens
+        if tracker.repair:
+            start = 0
+            self._counters["repairs"] += 1
+        if not self.policy.prefill:
+            start = max(start, tracker.num_admitted_tokens)
+        offset = self._coordinator.aligned(start)
+        tracker.progress = SaveProgress(offset, offset, BackOff(self._limits.delays))
+
+    def emit(
+        self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
+    ) -> PlannedStore | None:
+        """Return the next job of a request, if something new is certain and the budget allows."""
+        progress = tracker.progress
+        assert progress is not None
+        assert tracker.prefix_id is not None
+        certain = self._certain_token(tracker, scheduled)
+        if certain <= progress.scheduled_offset and not progress.must_rewind:
+            return None
+        if self._must_wait(now_s) or not progress.may_emit(now_s):
+            return None
+        start = progress.scheduled_offset
+        end = min(certain, start + self._budget_tokens())
+        if end <= start:
+            return None
+        planned = plan_store(
+            scheduled.view,
+            self._coordinator,
+            job_id=self._take_job_id(),
+            prefix_id=tracker.prefix_id,
+            start_token=start,
+            end_token=end,
+        )
+        self._open(planned, progress)
+        return planned
+
+    def _certain_token(self, tracker: RequestTracker, scheduled: Scheduled) -> int:
+        """Return up to where a request's tokens are final after this step and to be saved."""
+        certain = min(
+            scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
+            scheduled.view.num_hashes * self._coordinator.hash_block_size,
+        )
+        if not self.policy.decode:
+            certain = min(certain, tracker.num_admitted_tokens)
+        return self._coordinator.aligned(certain)
+
+    def _must_wait(self, now_s: float) -> bool:
+        """Judge the pool's back-off; after it, one job at a time until one succeeds."""
+        back_off = self._pool_back_off
+        return back_off.has_failed and (back_off.is_waiting(now_s) or bool(self._jobs))
+
+    def _budget_tokens(self) -> int:
+        """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
+        unit = self._coordinator.lcm_block_size
+        blocks_per_unit = self._coordinator.num_chunks(0, unit)
+        room = (self._limits.max_pinned_blocks - self._num_pinned) // blocks_per_unit * unit
+        if room <= 0 and not self._num_pinned:
+            room = unit
+        largest = max(unit, self._coordinator.aligned(self._limits.max_job_tokens))
+        return max(0, min(room, largest))
+
+    def _open(self, planned: PlannedStore, progress: SaveProgress) -> None:
+        job, pinned = planned
+        progress.scheduled_offset = job.end_token
+        progress.num_open_jobs += 1
+        self._jobs[job.job_id] = _OpenJob(progress, job.start_token, job.end_token, pinned)
+        self._num_pinned += len(pinned)
+        self._counters["store_jobs"] += 1
+        num_chunks = self._coordinator.num_chunks(job.start_token, job.end_token)
+        self._counters["skipped_null_chunks"] += num_chunks - len(pinned)
+
+    # ------------------------------------------------------------------ reports
+
+    def on_report(self, report: JobReport, now_s: float) -> list[int]:
+        """Take in what the ranks report and return the blocks to unpin, in the order to free them.
+
+        Reversed, so that the engine evicts the end of a chain first.
+        """
+        unpinned: list[int] = []
+        for job_id, num_ranks in report.staged.items():
+            job = self._jobs.get(job_id)
+            if job is not None:
+                job.num_staged += num_ranks
+                if job.num_staged >= self._num_ranks:
+                    unpinned.extend(self._unpin(job))
+        for job_id, ends in report.ended.items():
+            job = self._jobs.get(job_id)
+            if job is not None:
+                job.ends.update(ends)
+                if job.ends.total() >= self._num_ranks:
+                    unpinned.extend(self._unpin(job))
+                    del self._jobs[job_id]
+                    self._on_ended(job, now_s)
+        return unpinned
+
+    def _unpin(self, job: _OpenJob) -> list[int]:
+        """Give a job's blocks back, once."""
+        block_ids, job.pinned_block_ids = job.pinned_block_ids, []
+        self._num_pinned -= len(block_ids)
+        return block_ids[::-1]
+
+    def _on_ended(self, job: _OpenJob, now_s: float) -> None:
+        progress = job.progress
+        progress.num_open_jobs -= 1
+        failures = {end for end in job.ends if not end.is_success}
+        if not failures:
+            self._pool_back_off.succeed()
+            progress.record_saved(job.start_token, job.end_token)
+            return
+        progress.record_failed(now_s)
+        if failures & {JobEnd.NO_SPACE, JobEnd.LOST}:
+            self._pool_back_off.fail(now_s)
+            self._counters["pool_back_offs"] += 1
+
+    def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
+        """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""
+        pinned = sum(len(job.pinned_block_ids) for job in self._jobs.values())
+        assert pinned == self._num_pinned, f"{pinned} blocks are pinned, counted {self._num_pinned}"
+        for tracker in trackers:
+            progress = tracker.progress
+            if progress is None:
+                continue
+            open_jobs = sum(job.progress is progress for job in self._jobs.values())
+            assert open_jobs == progress.num_open_jobs, f"{tracker.request_id}: {open_jobs} open"
+            assert progress.saved_offset <= progress.scheduled_offset, f"{tracker}"
