@@ -6,6 +6,7 @@ Everything here runs on vLLM's scheduling thread: no store call, no wait. Lookup
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -242,7 +243,7 @@ class SchedulerSide:
                 self._tables.unpin(unpinned)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.on_load_finished(request_id)
-        self._write_stats()
+        self._write_stats(self._clock())
 
     @property
     def has_pins(self) -> bool:
@@ -264,13 +265,13 @@ class SchedulerSide:
         self._scheduler.counters.update(self._lookups.take_counters())
         return Counter(self._scheduler.counters)
 
-    def _write_stats(self) -> None:
+    def _write_stats(self, now_s: float) -> None:
         if self._stats is not None and self._scheduler is not None:
             gauges = {
                 "jobs_open": self._scheduler.num_open_jobs,
                 "blocks_pinned": self._scheduler.num_pinned_blocks,
             }
-            self._stats.write({**self._totals(), **gauges}, self._clock())
+            self._stats.write({**self._totals(), **gauges}, now_s)
 
     def reset(self) -> None:
         """Leave everything stored so far behind, because the weights may have changed."""
@@ -283,7 +284,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop looking up and give the store back."""
-        self._write_stats()
+        self._write_stats(math.inf)  # the last word is never too soon
         self._adapters.close()
         if self._lookups is not None:
             self._lookups.close()
