@@ -236,8 +236,9 @@ class SchedulerSide:
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, KVTideWorkerMetadata):
             report = metadata.report
-            self._lookups.bad_keys.add(report.bad_keys)
+            # In this order: where merged reports say both of a key, distrust is the safe side.
             self._lookups.bad_keys.discard(report.mended_keys)
+            self._lookups.bad_keys.add(report.bad_keys)
             unpinned = self._scheduler.on_report(report, self._clock())
             if unpinned:
                 self._tables.unpin(unpinned)
