@@ -47,6 +47,7 @@ COUNTERS: Mapping[str, str] = {
     "unread_chunks": "Chunks that a load asked for and the store failed to read.",
     "bad_values": "Values read from the store that did not verify.",
     "blocked_chunks": "Chunks of a load without a usable target block.",
+    "cancelled_loads": "Loads ended early because their request was aborted.",
     "expired_loads": "Loads ended by their deadline (they are lost ones too).",
     # Both.
     "resets": "Resets of the cache: the weights may have changed.",

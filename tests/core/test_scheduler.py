@@ -34,6 +34,7 @@ class Bench:
         *,
         max_pinned_blocks: int = 1 << 20,
         max_job_tokens: int = 1 << 20,
+        max_open_tokens: int = 1 << 20,
         prefill: bool = True,
         decode: bool = False,
         num_ranks: int = 1,
@@ -45,7 +46,7 @@ class Bench:
         self.scheduler = PoolScheduler(
             COORDINATOR,
             self.lookups,
-            limits=SaveLimits(max_pinned_blocks, max_job_tokens, Delays(1.0, 4.0)),
+            limits=SaveLimits(max_pinned_blocks, max_job_tokens, max_open_tokens, Delays(1.0, 4.0)),
             admission=AdmissionLimits(delays=Delays(1.0, 4.0), **admission),
             saves=SavePolicy(prefill=prefill, decode=decode),
             num_ranks=num_ranks,
@@ -251,11 +252,48 @@ def test_a_budget_below_one_block_still_lets_one_job_through() -> None:
 
 
 def test_a_job_fits_into_staging_memory() -> None:
-    """Larger ranges are cut into several steps."""
-    bench, view = Bench(max_job_tokens=40), request(64)
+    """Larger ranges are cut into several jobs, as many as staging holds together."""
+    bench, view = Bench(max_job_tokens=40, max_open_tokens=70), request(96)
     bench.arrive(view)
-    assert ranges(bench.step(prefill(view, 0, 64, first=True))) == [(0, 32)]
-    assert ranges(bench.step(Scheduled(view, 64, 1, is_admission=False))) == [(32, 64)]
+    first = bench.step(prefill(view, 0, 96, first=True))
+    assert ranges(first) == [(0, 32), (32, 64)]
+    assert not bench.step(Scheduled(view, 96, 1, is_admission=False))
+    bench.end(first.stores)
+    assert ranges(bench.step(Scheduled(view, 96, 1, is_admission=False))) == [(64, 96)]
+
+
+def test_a_request_with_nothing_to_save_is_not_due() -> None:
+    """Of a thousand requests that decode a step need not look at those inside a block."""
+    for decode, due_at in ((True, 48), (False, None)):
+        bench, view = Bench(decode=decode), request(40)
+        bench.arrive(view)
+        assert bench.scheduler.is_due("r", 1), "nothing is known yet"
+        bench.step(prefill(view, 0, 40, first=True))
+        due = [n for n in range(41, 200) if bench.scheduler.is_due("r", n)]
+        assert (due[0] if due else None) == due_at
+
+
+def test_a_request_whose_job_failed_is_due_again() -> None:
+    """What was given up for saved has to be saved once more."""
+    bench, view = Bench(), request(40)
+    bench.arrive(view)
+    jobs = bench.step(prefill(view, 0, 40, first=True)).stores
+    assert not bench.scheduler.is_due("r", 41)
+    bench.end(jobs, JobEnd.FAILED)
+    bench.now_s = 1.0
+    assert bench.scheduler.is_due("r", 41)
+    assert ranges(bench.step(Scheduled(view, 40, 1, is_admission=False))) == [(0, 32)]
+
+
+def test_the_next_turn_of_a_session_saves_what_lies_between() -> None:
+    """What was decoded in the last turn is prompt now; without it later chunks are unreachable."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view)
+    bench.end(bench.step(prefill(view, 0, 64, first=True)).stores)
+    view.num_tokens = 160
+    view.block_hashes = fake_hashes(10)
+    view.tables = [list(range(1, 11))]
+    assert ranges(bench.step(prefill(view, 96, 64, first=True))) == [(64, 160)]
 
 
 def test_pins_end_when_every_rank_has_staged() -> None:
@@ -475,6 +513,23 @@ def test_a_store_that_did_not_answer_a_load_is_left_alone_for_a_while() -> None:
     bench.report(JobReport(failed_loads={"r": 0}, lost_loads={"r"}))
     assert bench.scheduler.match(other, 0, 0.5) == 0
     assert bench.scheduler.match(other, 0, 1.0) == 32
+
+
+def test_an_aborted_load_is_cancelled() -> None:
+    """The engine holds the blocks until every rank has reported; it cannot pause before that."""
+    bench, view = Bench(), request(33)
+    stored(bench, view)
+    bench.arrive(view)
+    loaded(bench, view)
+    [load] = bench.step().loads
+    bench.scheduler.on_finished("r")
+    plan = bench.step()
+    assert plan.cancelled_loads == (load.job_id,)
+    assert plan
+    assert bench.step().cancelled_loads == ()
+    bench.report(JobReport(failed_loads={"r": 0}))
+    bench.scheduler.on_load_finished("r")
+    assert bench.scheduler.counters["failed_loads"] == 0
 
 
 def test_a_load_that_ends_after_an_abort_gives_its_budget_back() -> None:

@@ -14,9 +14,9 @@ def store_task(job_id: int = 1, deadline_s: float = 10.0) -> StoreTask:
     return StoreTask(StoreJob(job_id, 0, 0, 4, hashes_of("a", 1), (b"",)), deadline_s)
 
 
-def load_task(request_id: str = "r", deadline_s: float = 10.0) -> LoadTask:
+def load_task(request_id: str = "r", deadline_s: float = 10.0, job_id: int = 1) -> LoadTask:
     """An open load from token 8 on."""
-    job = LoadJob(1, request_id, 0, 8, 16, hashes_of("a", 4), (2,), (b"",))
+    job = LoadJob(job_id, request_id, 0, 8, 16, hashes_of("a", 4), (2,), (b"",))
     return LoadTask(job, deadline_s, 8)
 
 
@@ -130,3 +130,26 @@ def test_what_was_taken_does_not_change_afterwards() -> None:
     assert (finished, failed) == (set(), set())
     assert ledger.take_loads() == ({"r"}, {"r"})
     assert ledger.take_loads() == (set(), set())
+
+
+def test_a_cancelled_load_ends_unless_its_blocks_are_being_written() -> None:
+    """The engine gets back what nobody waits for; a copy under way must end first."""
+    ledger, waiting, copied = Ledger(), load_task("waiting"), load_task("copied", job_id=2)
+    for task in (waiting, copied):
+        ledger.open_load(task)
+    ledger.advance(copied, Phase.COPYING)
+    assert ledger.cancel_loads([waiting.job.job_id, 99]) == 1
+    assert ledger.take_loads() == ({"waiting"}, {"waiting"})
+    assert not ledger.advance(waiting, Phase.IN_STORE)
+
+
+def test_progress_of_any_load_postpones_the_deadline_of_all_up_to_their_limits() -> None:
+    """Who waits behind a busy receiver is not behind one that hangs."""
+    ledger, one, other = Ledger(), load_task("one"), load_task("other")
+    other.limit_s = 12.0
+    for task in (one, other):
+        ledger.open_load(task)
+    ledger.note_progress(15.0)
+    assert ledger.expire(11.9) == ([], 0)
+    assert ledger.expire(12.0) == ([], 1)
+    assert ledger.expire(15.0) == ([], 1)

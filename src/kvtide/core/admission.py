@@ -74,6 +74,7 @@ class _Inquiry:
     """The hit that an earlier lookup found behind the gap."""
     num_gaps: int = 0
     wait_until_s: float | None = None
+    gave_up: bool = False
     expires_s: float = 0.0
     promised: tuple[int, int] | None = None
     """The last answer: tokens computed by the engine, and the hit."""
@@ -144,8 +145,8 @@ class Admission:
         inquiry = self._inquiries.get(view.request_id)
         if inquiry is None or (inquiry.ticket is None and now_s >= inquiry.expires_s):
             inquiry = self._submit(view, namespace, num_computed_tokens, now_s)
-        if inquiry.ticket is not None and not self._collect(inquiry, tracker, now_s):
-            return None
+        if inquiry.ticket is not None and not self._collect(inquiry, tracker):
+            return None if self._may_wait(inquiry, now_s) else 0
         if num_computed_tokens < inquiry.known_from:
             self._ask_gap(view, namespace, inquiry, num_computed_tokens, now_s)
             return None
@@ -235,20 +236,12 @@ class Admission:
         ends = sorted({ratio, last})
         return tuple(view.hashes(end - 1, end)[0] for end in ends if end)
 
-    def _collect(self, inquiry: _Inquiry, tracker: RequestTracker, now_s: float) -> bool:
-        """Take the result in, or give up waiting; tell whether the inquiry has an answer."""
+    def _collect(self, inquiry: _Inquiry, tracker: RequestTracker) -> bool:
+        """Take the result in, however late it comes; tell whether there is one."""
         assert inquiry.ticket is not None
         hit = self._lookups.take(inquiry.ticket)
         if hit is None:
-            if inquiry.wait_until_s is None:
-                inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
-            if now_s < inquiry.wait_until_s:
-                return False
-            self._counters["lookup_timeouts"] += 1
-            self._lookups.cancel(inquiry.ticket)
-            inquiry.ticket = None
-            inquiry.hit_token = inquiry.known_from = 0
-            return True
+            return False
         inquiry.ticket = None
         inquiry.known_from = hit.start_token
         inquiry.hit_token = hit.hit_token
@@ -256,6 +249,17 @@ class Admission:
             inquiry.hit_token = max(hit.hit_token, inquiry.hit_beyond_gap)
         tracker.repair = tracker.repair or not hit.sentinels_present
         return True
+
+    def _may_wait(self, inquiry: _Inquiry, now_s: float) -> bool:
+        """Tell whether to put the engine off once more; a result may still come while it queues."""
+        if inquiry.wait_until_s is None:
+            inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
+        if now_s < inquiry.wait_until_s:
+            return True
+        if not inquiry.gave_up:
+            inquiry.gave_up = True
+            self._counters["lookup_timeouts"] += 1
+        return False
 
     def _ask_gap(
         self,
@@ -274,6 +278,7 @@ class Admission:
         replacement = self._submit(view, namespace, start, now_s, end_token=inquiry.known_from)
         replacement.num_gaps = inquiry.num_gaps + 1
         replacement.wait_until_s = inquiry.wait_until_s
+        replacement.gave_up = inquiry.gave_up
         replacement.gap_end = inquiry.known_from
         replacement.hit_beyond_gap = inquiry.hit_token
 

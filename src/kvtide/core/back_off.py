@@ -27,7 +27,12 @@ class BackOff:
         return self._delay_s > 0
 
     def fail(self, now_s: float) -> None:
-        """Note a failure: the next attempt waits, twice as long as the one before it."""
+        """Note a failure: the next attempt waits, twice as long as the one before it.
+
+        Failures during a wait are of one wave (what was under way when it began) and count once.
+        """
+        if self.is_waiting(now_s):
+            return
         self._delay_s = min(self.delays.max_s, self._delay_s * 2 or self.delays.first_s)
         self.retry_at_s = now_s + self._delay_s
 

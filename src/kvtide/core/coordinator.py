@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
@@ -34,6 +34,8 @@ class Coordinator:
 
     groups: tuple[Group, ...]
     hash_block_size: int
+    lcm_block_size: int = field(init=False)
+    """The least common multiple of the groups' block sizes, in tokens."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -44,11 +46,8 @@ class Coordinator:
                     f"block_size {group.block_size} must be a multiple of "
                     f"hash_block_size {self.hash_block_size}"
                 )
-
-    @property
-    def lcm_block_size(self) -> int:
-        """The least common multiple of the groups' block sizes, in tokens."""
-        return math.lcm(*(group.block_size for group in self.groups))
+        lcm = math.lcm(*(group.block_size for group in self.groups))
+        object.__setattr__(self, "lcm_block_size", lcm)
 
     @property
     def alignment(self) -> int:

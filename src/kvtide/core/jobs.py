@@ -82,14 +82,17 @@ class StepPlan:
     """What one step asks of every worker; empty in most steps.
 
     ``prefixes`` announces the namespaces of the prefix ids that are used here for the first time.
+    ``cancelled_loads`` are jobs whose request was aborted: the engine holds its blocks until the
+    load has ended.
     """
 
     prefixes: Mapping[int, str] = field(default_factory=dict)
     stores: tuple[StoreJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
+    cancelled_loads: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.prefixes or self.stores or self.loads)
+        return bool(self.prefixes or self.stores or self.loads or self.cancelled_loads)
 
 
 class JobEnd(Enum):

@@ -17,6 +17,7 @@ Theory of operation. Three rules keep it right:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -47,11 +48,12 @@ class SaveLimits:
     """What saving may hold at once, and how it waits after a failure.
 
     ``max_pinned_blocks`` bounds the engine's blocks that jobs hold; ``max_job_tokens`` bounds one
-    job (a job must fit into a worker's staging memory).
+    job, and ``max_open_tokens`` all that have not ended: what lies in a worker's staging memory.
     """
 
     max_pinned_blocks: int
     max_job_tokens: int
+    max_open_tokens: int = 1 << 62
     delays: Delays = field(default_factory=Delays)
 
 
@@ -103,7 +105,10 @@ class Saving:
         self._take_job_id = take_job_id
         self._jobs: dict[int, _OpenJob] = {}
         self._num_pinned = 0
+        self._open_tokens = 0
         self._pool_back_off = BackOff(limits.delays)
+        self._due_tokens: dict[str, float] = {}
+        """By request: below this many tokens a step has nothing to save. May lack any of them."""
 
     def __repr__(self) -> str:
         return f"<Saving [{len(self._jobs)} jobs, {self._num_pinned} blocks pinned]>"
@@ -120,14 +125,37 @@ class Saving:
 
     # ------------------------------------------------------------------ one step
 
-    def begin(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
+    def is_due(self, request_id: str, num_tokens: int) -> bool:
+        """Tell whether a step that brings a request to ``num_tokens`` may have something to save.
+
+        One look-up and one comparison: of a thousand requests that decode, few complete a block.
+        """
+        return num_tokens >= self._due_tokens.get(request_id, 0)
+
+    def _next_due_token(self, tracker: RequestTracker, progress: SaveProgress) -> float:
+        """Return the token count from which a request has to be looked at again."""
+        due = progress.scheduled_offset + self._coordinator.lcm_block_size
+        if not self.policy.decode and due > tracker.num_admitted_tokens:
+            return math.inf
+        return due
+
+    def forget(self, request_id: str) -> None:
+        """Look at a request again in its next step: its life changed, or a job failed."""
+        self._due_tokens.pop(request_id, None)
+
+    def begin(
+        self, tracker: RequestTracker, scheduled: Scheduled, *, saved_before: int | None = None
+    ) -> None:
         """Find where the first job of a request's life starts: where the engine computes from.
 
         What is below was held or loaded, so it is in the store; where lookups found it lacking
-        there, the first job starts at 0.
+        there, the first job starts at 0. ``saved_before`` is how far an earlier life was saved
+        that this one continues, without a lookup in between (the next turn of a session).
         """
         tracker.num_admitted_tokens = scheduled.view.num_tokens
         start = scheduled.num_computed_tokens
+        if saved_before is not None:
+            start = min(start, saved_before)
         if tracker.repair:
             start = 0
             self._counters["repairs"] += 1
@@ -145,6 +173,7 @@ class Saving:
         assert tracker.prefix_id is not None
         certain = self._certain_token(tracker, scheduled)
         if certain <= progress.scheduled_offset and not progress.must_rewind:
+            self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
             return None
         if self._must_wait(now_s) or not progress.may_emit(now_s):
             return None
@@ -185,8 +214,9 @@ class Saving:
         room = (self._limits.max_pinned_blocks - self._num_pinned) // blocks_per_unit * unit
         if room <= 0 and not self._num_pinned:
             room = unit
+        staging_room = self._coordinator.aligned(self._limits.max_open_tokens - self._open_tokens)
         largest = max(unit, self._coordinator.aligned(self._limits.max_job_tokens))
-        return max(0, min(room, largest))
+        return max(0, min(room, staging_room, largest))
 
     def _open(self, planned: PlannedStore, progress: SaveProgress) -> None:
         job, pinned = planned
@@ -194,6 +224,7 @@ class Saving:
         progress.num_open_jobs += 1
         self._jobs[job.job_id] = _OpenJob(progress, job.start_token, job.end_token, pinned)
         self._num_pinned += len(pinned)
+        self._open_tokens += job.end_token - job.start_token
         self._counters["store_jobs"] += 1
         num_chunks = self._coordinator.num_chunks(job.start_token, job.end_token)
         self._counters["skipped_null_chunks"] += num_chunks - len(pinned)
@@ -231,12 +262,14 @@ class Saving:
     def _on_ended(self, job: _OpenJob, now_s: float) -> None:
         progress = job.progress
         progress.num_open_jobs -= 1
+        self._open_tokens -= job.end_token - job.start_token
         failures = {end for end in job.ends if not end.is_success}
         if not failures:
             self._pool_back_off.succeed()
             progress.record_saved(job.start_token, job.end_token)
             return
         progress.record_failed(now_s)
+        self._due_tokens.clear()  # rare, and the job does not know whose it was
         if failures & {JobEnd.NO_SPACE, JobEnd.LOST}:
             self._pool_back_off.fail(now_s)
             self._counters["pool_back_offs"] += 1
@@ -245,6 +278,8 @@ class Saving:
         """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""
         pinned = sum(len(job.pinned_block_ids) for job in self._jobs.values())
         assert pinned == self._num_pinned, f"{pinned} blocks are pinned, counted {self._num_pinned}"
+        tokens = sum(job.end_token - job.start_token for job in self._jobs.values())
+        assert tokens == self._open_tokens, f"{tokens} tokens are open, counted {self._open_tokens}"
         for tracker in trackers:
             progress = tracker.progress
             if progress is None:

@@ -73,6 +73,8 @@ class PoolScheduler:
         self._prefixes = PrefixTable()
         self._trackers: dict[str, RequestTracker] = {}
         self._pending_loads: list[LoadJob] = []
+        self._load_jobs: dict[str, int] = {}
+        self._cancelled_loads: list[int] = []
         self._failed_loads: dict[str, int] = {}
         """Loads that failed on some rank and have not ended on all: the first unproven token."""
 
@@ -164,6 +166,7 @@ class PoolScheduler:
             num_computed_tokens=num_computed_tokens,
             hit_token=hit_token,
         )
+        self._load_jobs[view.request_id] = job.job_id
         self._pending_loads.append(job)
 
     def _refused_load(self, view: RequestView, num_tokens: int) -> LoadJob:
@@ -206,26 +209,36 @@ class PoolScheduler:
             self._on_scheduled(tracker, scheduled)
             if not self._saving.policy.any or tracker.prefix_id is None:
                 continue
-            planned = self._saving.emit(tracker, scheduled, now_s)
-            if planned is not None:
+            while planned := self._saving.emit(tracker, scheduled, now_s):
                 stores.append(planned.job)
                 pins.extend(planned.pinned_block_ids)
         loads, self._pending_loads = tuple(self._pending_loads), []
-        plan = StepPlan({}, tuple(stores), loads)
-        if stores or loads:
-            plan = StepPlan(self._prefixes.take_new(), plan.stores, plan.loads)
-        return StepOutcome(plan, pins)
+        cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
+        prefixes = self._prefixes.take_new() if stores or loads else {}
+        return StepOutcome(StepPlan(prefixes, tuple(stores), loads, cancelled), pins)
+
+    def is_due(self, request_id: str, num_tokens: int) -> bool:
+        """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.
+
+        An engine may leave out of a step's events what is not due; admissions always are.
+        """
+        return self._saving.is_due(request_id, num_tokens)
 
     def _on_scheduled(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
         """Begin a life where the engine admits the request, and find where its first job starts."""
+        saved_before = None
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
-            tracker.advance(RequestEvent.ARRIVED)  # resumed without a preemption notice
+            # The next turn of a session, or resumed without a preemption notice.
+            if tracker.progress is not None:
+                saved_before = tracker.progress.saved_offset
+            tracker.advance(RequestEvent.ARRIVED)
             tracker.adopt_next_prefix()
         tracker.advance(RequestEvent.SCHEDULED)
         if tracker.progress is not None:
             return
         self._admission.drop(tracker.request_id)
-        self._saving.begin(tracker, scheduled)
+        self._saving.forget(tracker.request_id)
+        self._saving.begin(tracker, scheduled, saved_before=saved_before)
 
     # ------------------------------------------------------------------ reports
 
@@ -243,8 +256,7 @@ class PoolScheduler:
         """Note that a load ended on every rank; call it after the report that came with it."""
         num_tokens = self._admission.load_ended(request_id)
         failed_token = self._failed_loads.pop(request_id, None)
-        if failed_token is not None:
-            self.counters["failed_loads"] += 1
+        self._load_jobs.pop(request_id, None)
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.state is not RequestState.LOADING:
             return
@@ -254,6 +266,7 @@ class PoolScheduler:
             self.counters["loaded_tokens"] += num_tokens
             self._admission.resume()
             return
+        self.counters["failed_loads"] += 1
         tracker.adopt_next_prefix()  # it starts over
         tracker.num_failed_loads += 1
         known = tracker.load_limit_token
@@ -297,9 +310,14 @@ class PoolScheduler:
 
     def _forget(self, request_id: str) -> None:
         self._admission.drop(request_id)
+        self._saving.forget(request_id)
         tracker = self._trackers.pop(request_id, None)
-        if tracker is not None:
-            tracker.advance(RequestEvent.FINISHED)
+        if tracker is None:
+            return
+        if tracker.state is RequestState.LOADING and request_id in self._load_jobs:
+            # The engine holds the blocks until the load has ended, and cannot pause before that.
+            self._cancelled_loads.append(self._load_jobs[request_id])
+        tracker.advance(RequestEvent.FINISHED)
 
     def check_integrity(self) -> None:
         """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""

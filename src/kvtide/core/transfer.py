@@ -35,8 +35,11 @@ class RequestView(Protocol):
     def block_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
         """Return the entries ``[first_chunk, end_chunk)`` of a group's block table."""
 
-    def is_fresh_target(self, block_id: int) -> bool:
-        """Tell whether a block may be loaded into: nobody else can be reading it."""
+    def target_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
+        """Return the entries ``[first_chunk, end_chunk)`` of a group's block table to load into.
+
+        The null block stands for each that somebody else may be reading.
+        """
 
     def local_hit_hint(self) -> int:
         """Guess how many tokens the engine's own prefix cache holds."""
@@ -94,10 +97,7 @@ def plan_load(
     first_chunks: list[int] = []
     tables: list[bytes] = []
     for group_id, chunks in enumerate(coordinator.load_mask(hit_token, num_computed_tokens)):
-        ids = view.block_ids(group_id, chunks.start, chunks.stop)
-        targets = [
-            block_id if view.is_fresh_target(block_id) else NULL_BLOCK_ID for block_id in ids
-        ]
+        targets = list(view.target_ids(group_id, chunks.start, chunks.stop))
         targets.extend([NULL_BLOCK_ID] * (len(chunks) - len(targets)))
         first_chunks.append(chunks.start)
         tables.append(pack_block_ids(targets))

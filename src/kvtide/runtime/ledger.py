@@ -7,9 +7,10 @@ of this file alone.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
@@ -60,8 +61,10 @@ class StoreTask:
 class LoadTask:
     """One load job on this rank; ``unproven_token`` is the first token not proven loaded.
 
-    Its blocks may be written only after ``fence``: the engine may have issued work on them before
-    it gave them to this request (a device zeroes blocks in its own time).
+    ``deadline_s`` moves with every part that any load proves, up to ``limit_s``: a receiver that
+    is busy is not one that hangs. Its blocks may be written only after ``fence``: the engine may
+    have issued work on them before it gave them to this request (a device zeroes blocks in its
+    own time).
     """
 
     job: LoadJob
@@ -69,6 +72,7 @@ class LoadTask:
     unproven_token: int
     phase: Phase = Phase.WAITING
     fence: Fence | None = None
+    limit_s: float = math.inf
 
 
 class Ledger:
@@ -182,6 +186,25 @@ class Ledger:
         self._settled.notify_all()
         return True
 
+    def note_progress(self, deadline_s: float) -> None:
+        """Give every open load until ``deadline_s``, but no load more than its limit."""
+        with self._lock:
+            for task in self._loads:
+                task.deadline_s = max(task.deadline_s, min(deadline_s, task.limit_s))
+
+    def cancel_loads(self, job_ids: Collection[int]) -> int:
+        """End loads that nobody wants any more, but for those being copied; return how many."""
+        with self._lock:
+            cancelled = [
+                task
+                for task in self._loads
+                if task.job.job_id in job_ids and task.phase is not Phase.COPYING
+            ]
+            for task in cancelled:
+                self._end_load(task, task.unproven_token, lost=False)
+            self._report.counters["cancelled_loads"] += len(cancelled)
+        return len(cancelled)
+
     def expire(self, now_s: float) -> tuple[list[StoreTask], int]:
         """End what is past its deadline.
 
@@ -272,11 +295,5 @@ _Task = TypeVar("_Task", StoreTask, LoadTask)
 
 
 def _expired(tasks: Mapping[_Task, None], now_s: float) -> list[_Task]:
-    """Return the tasks past their deadline that may be ended; deadlines grow in opening order."""
-    expired: list[_Task] = []
-    for task in tasks:
-        if task.deadline_s > now_s:
-            break
-        if task.phase is not Phase.COPYING:
-            expired.append(task)
-    return expired
+    """Return the tasks past their deadline that may be ended."""
+    return [task for task in tasks if task.deadline_s <= now_s and task.phase is not Phase.COPYING]

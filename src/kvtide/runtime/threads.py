@@ -142,6 +142,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         self._databases = context.databases
         self._bad_keys = context.bad_keys
         self._limits = context.limits
+        self._clock = context.clock
         self._slab = slab
 
     def offer(self, task: LoadTask) -> None:
@@ -188,6 +189,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             if fail_token is not None:
                 task.unproven_token = fail_token
                 return False
+            self._ledger.note_progress(self._clock() + self._limits.load_timeout_s)
             if not self._write(task, part):
                 return False
             if part.next_token is not None:

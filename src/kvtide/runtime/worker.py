@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvtide.core.jobs import JobEnd, JobReport, StepPlan
 from kvtide.runtime.context import RankContext, StoreShare
-from kvtide.runtime.ledger import LoadTask, StoreTask
+from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.loading import first_token
 from kvtide.runtime.memory import BlockMemory
@@ -23,6 +23,9 @@ from kvtide.runtime.staging import FencedTasks, Staging
 from kvtide.runtime.threads import KVCacheStoreRecvingThread, KVCacheStoreSendingThread
 from kvtide.stores.base import Store
 from kvtide.stores.memory_buffer import region_of
+
+LOAD_LIMIT_TIMEOUTS = 10
+"""A load that makes progress may take this many times ``load_timeout_s``, and no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +99,21 @@ class PoolWorker:
         now_s = self._clock()
         for load in plan.loads:
             unproven = first_token(load, self._databases.block_sizes)
-            load_task = LoadTask(load, now_s + self._limits.load_timeout_s, unproven)
+            load_task = LoadTask(
+                load,
+                now_s + self._limits.load_timeout_s,
+                unproven,
+                limit_s=now_s + LOAD_LIMIT_TIMEOUTS * self._limits.load_timeout_s,
+            )
             self._ledger.open_load(load_task)
             self._unstarted.append(load_task)
         for store in plan.stores:
             task = StoreTask(store, now_s + self._limits.save_timeout_s)
             self._ledger.open_store(task)
             self._unfenced.append(task)
+        if plan.cancelled_loads and self._ledger.cancel_loads(plan.cancelled_loads):
+            self._unstarted = [task for task in self._unstarted if task.phase is not Phase.ENDED]
+            self.receiver.drop_ended()
 
     def start_loads(self) -> None:
         """Queue the loads taken over; they write only after the work issued so far is done."""

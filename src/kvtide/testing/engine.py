@@ -236,6 +236,9 @@ class ScriptedEngine:
                 request, request.num_computed, count, request.request_id in decisions.admitted
             )
             for request, count in decisions.scheduled
+            # As the connector does: what cannot have anything to save is left out.
+            if request.request_id in decisions.admitted
+            or self.scheduler.is_due(request.request_id, request.num_computed + count)
         ]
         return StepEvents(preempted, scheduled)
 

@@ -126,9 +126,12 @@ class EngineRequest(RecordingRequest):
         self.is_loaded = False
         return block_ids
 
-    def is_fresh_target(self, block_id: int) -> bool:
-        """Tell whether nothing is cached under the block yet."""
-        return block_id != 0 and self._pool.names[block_id] is None
+    def target_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
+        """Return a part of a group's block table, with null for blocks that are cached."""
+        return [
+            0 if self._pool.names[block_id] is not None else block_id
+            for block_id in self.block_ids(group_id, first_chunk, end_chunk)
+        ]
 
     def local_hit_hint(self) -> int:
         """Guess by bisection what the prefix cache holds, as the connector does."""

@@ -61,9 +61,12 @@ class RecordingRequest:
         self.block_reads.append((group_id, first_chunk, end_chunk))
         return self.tables[group_id][first_chunk:end_chunk]
 
-    def is_fresh_target(self, block_id: int) -> bool:
-        """Tell whether nobody reads the block."""
-        return block_id != NULL_BLOCK_ID and block_id not in self.cached_blocks
+    def target_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
+        """Return a part of a group's block table, with null for blocks that somebody may read."""
+        return [
+            NULL_BLOCK_ID if block_id in self.cached_blocks else block_id
+            for block_id in self.block_ids(group_id, first_chunk, end_chunk)
+        ]
 
     def local_hit_hint(self) -> int:
         """Return what the test says the engine holds."""

@@ -37,6 +37,8 @@ from kvtide.units import format_size
 
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
+MAX_JOB_UNITS = 512
+"""A job covers at most so many blocks, so that nobody works on one for a millisecond."""
 
 
 class SchedulerSide:
@@ -118,6 +120,7 @@ class SchedulerSide:
         unit_bytes = _bytes_per_unit(coordinator, self._layout)
         _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
+        units = config.staging_size // unit_bytes
         delays = Delays(config.backoff_s, config.max_backoff_s)
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
@@ -125,9 +128,8 @@ class SchedulerSide:
             self._lookups,
             limits=SaveLimits(
                 max_pinned_blocks=int(config.pin_fraction * num_blocks),
-                max_job_tokens=max(
-                    unit, config.staging_size // JOB_SHARE_OF_STAGING // unit_bytes * unit
-                ),
+                max_job_tokens=unit * min(MAX_JOB_UNITS, max(1, units // JOB_SHARE_OF_STAGING)),
+                max_open_tokens=unit * units,
                 delays=delays,
             ),
             admission=AdmissionLimits(
@@ -221,13 +223,17 @@ class SchedulerSide:
                 )
         cached = scheduler_output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
+        assert self._scheduler is not None
+        is_due = self._scheduler.is_due
         for request_id, num_computed in zip(
             cached.req_ids, cached.num_computed_tokens, strict=True
         ):
+            num_new = num_scheduled[request_id]
+            is_resumed = request_id in resumed
+            if not is_resumed and not is_due(request_id, num_computed + num_new):
+                continue
             if view := self._views.get(request_id):
-                yield Scheduled(
-                    view, num_computed, num_scheduled[request_id], request_id in resumed
-                )
+                yield Scheduled(view, num_computed, num_new, is_resumed)
 
     def on_output(self, connector_output: Any) -> None:
         """Take in what the ranks report, before the loads that ended with the same report."""

@@ -69,16 +69,23 @@ class VllmRequestView:
 
     def block_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
         """Return a part of a group's block table; costs the part, not the table."""
-        blocks = self._tables.manager.get_blocks(self.request_id).blocks[
+        return [block.block_id for block in self._blocks(group_id)[first_chunk:end_chunk]]
+
+    def _blocks(self, group_id: int) -> Sequence[Any]:
+        blocks: Sequence[Any] = self._tables.manager.get_blocks(self.request_id).blocks[
             self._tables.group_ids[group_id]
         ]
-        return [block.block_id for block in blocks[first_chunk:end_chunk]]
+        return blocks
 
-    def is_fresh_target(self, block_id: int) -> bool:
-        """Tell whether nothing has been cached under the block yet, so that nobody reads it."""
-        if block_id == NULL_BLOCK_ID:
-            return False
-        return self._tables.block(block_id).block_hash is None
+    def target_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
+        """Return a part of a group's block table, with null for blocks that are cached already.
+
+        What has a hash may be found by other requests, and so be read while it is written.
+        """
+        return [
+            NULL_BLOCK_ID if block.block_hash is not None else block.block_id
+            for block in self._blocks(group_id)[first_chunk:end_chunk]
+        ]
 
     def local_hit_hint(self) -> int:
         """Guess the local hit by bisection over vLLM's prefix cache, about log2(chunks) probes.
