@@ -65,12 +65,22 @@ async def run(model: str, store: str) -> dict[str, Any]:
             **arguments,
         )
     )
-    result: dict[str, Any] = {"tokens": [await tokens_of(engine, "a", prompt_of(400))]}
+    result: dict[str, Any] = {"pause_s": {}}
+    for number, mode in enumerate(("abort", "wait")):
+        # Early enough that a load may be under way.
+        first = asyncio.create_task(tokens_of(engine, f"first-{mode}", prompt_of(400, seed=number)))
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        await engine.pause_generation(mode=mode)
+        result["pause_s"][f"{mode}-first"] = time.monotonic() - begun
+        await engine.resume_generation()
+        await asyncio.wait([first], timeout=10)
+        first.cancel()
+    result["tokens"] = [await tokens_of(engine, "a", prompt_of(400))]
     await asyncio.sleep(1.0)  # what is under way after the answer
     before = cpu_s()
     await asyncio.sleep(2.0)
     result["idle_cpu_s"] = cpu_s() - before
-    result["pause_s"] = {}
     for mode in ("wait", "abort", "keep"):
         begun = time.monotonic()
         await engine.pause_generation(mode=mode)

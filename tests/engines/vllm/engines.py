@@ -55,6 +55,27 @@ class InProcessEngine:
         self.llm = LLM(**{**settings, **arguments})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.steps = 0
+        self.most_pinned = 0
+        """The most blocks that were pinned at one time; a test may set it back."""
+        if store is not None:
+            self._watch_pins()
+
+    def _watch_pins(self) -> None:
+        side = self.connector._scheduler_side
+        build = side.build_metadata
+
+        def build_and_note(scheduler_output: Any) -> Any:
+            metadata = build(scheduler_output)
+            self.most_pinned = max(self.most_pinned, self.pool.num_pinned_blocks)
+            return metadata
+
+        side.build_metadata = build_and_note
+
+    @property
+    def pin_budget(self) -> int:
+        """The blocks that jobs may hold at one time."""
+        budget: int = self.pool._saving._limits.max_pinned_blocks
+        return budget
 
     @property
     def connector(self) -> Any:

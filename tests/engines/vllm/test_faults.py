@@ -117,11 +117,11 @@ def test_a_fault_costs_recomputation_only(
     one, store = faulty
     fault, prompt, want = CASES[number], prompt_for(number), expected[number]
     before, injected = one.counters, store.injected.total()
-    budget = one.pool._limits.max_pinned_blocks or 1
+    one.most_pinned = 0
 
     store.script = fault.script
     assert one.generate(prompt) == [want]
-    assert one.pool.num_pinned_blocks <= max(budget, 1)
+    assert 0 < one.most_pinned <= max(one.pin_budget, 1)
     one.step_until(lambda: not one.pool.has_pins, limit_s=20.0)
     one.forget_local()
     jobs_before = one.counters["load_jobs"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +46,27 @@ def plain(model: Path) -> dict[str, Any]:
     return scenario(model, "")
 
 
-@pytest.mark.parametrize("method", ["put", "exists"])
+@pytest.fixture
+def warm_pool(model: Path, tmp_path: Path) -> Iterator[Path]:
+    """A local pool that holds the prompts of the scenario."""
+    path = Path("/dev/shm") / f"kvtide-test-{tmp_path.parent.name}-life"
+    with engine(model, f"local://{path}?size=64MiB") as cold:
+        cold.generate(*(prompt_of(400, seed=seed) for seed in range(3)))
+        cold.settle()
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
 def test_with_a_store_that_hangs_the_engine_idles_pauses_and_stops(
-    model: Path, plain: dict[str, Any], method: str
+    model: Path, plain: dict[str, Any], warm_pool: Path, method: str
 ) -> None:
-    """On an engine whose cache holds one request: no polling, pauses and shutdown within 5 s."""
-    result = scenario(model, f"faulty://async?kind=hang&method={method}")
+    """On an engine whose cache holds one request: no polling, pauses and shutdown within 5 s.
+
+    A load that hangs ends when its request is aborted, and by its deadline otherwise.
+    """
+    inner = f"&inner=local://{warm_pool}" if method == "get" else ""
+    result = scenario(model, f"faulty://async?kind=hang&method={method}{inner}")
     assert result["tokens"] == plain["tokens"]
     assert result["idle_cpu_s"] < 1.0, "an engine that polls burns more than a core"
     assert max(result["pause_s"].values()) < 5.0, result["pause_s"]

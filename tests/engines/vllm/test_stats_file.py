@@ -8,22 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.vllm.stats_file import StatsFile
+from kvtide.engines.vllm.stats_file import MIN_INTERVAL_S, StatsFile
 
 
-def test_it_is_written_when_something_changed_and_not_too_often(tmp_path: Path) -> None:
-    """At most five times a second, and not for the same numbers."""
+def test_it_holds_the_latest_counters_and_is_not_due_too_often(tmp_path: Path) -> None:
+    """At most five times a second; the last word is always written."""
     path = tmp_path / "stats.json"
     stats = StatsFile(str(path))
+    assert stats.is_due(0.0)
     stats.write({"saved_bytes": 1}, 0.0)
-    stats.write({"saved_bytes": 2}, 0.1)
-    assert json.loads(path.read_text()) == {"saved_bytes": 1}
-    stats.write({"saved_bytes": 2}, 0.2)
+    assert not stats.is_due(MIN_INTERVAL_S / 2)
+    assert stats.is_due(MIN_INTERVAL_S)
+    stats.close({"saved_bytes": 2})
     assert json.loads(path.read_text()) == {"saved_bytes": 2}
-    path.unlink()
-    stats.write({"saved_bytes": 2}, 0.5)
-    assert not path.exists()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_cannot_be_written_is_told_once(
@@ -33,5 +31,5 @@ def test_a_file_that_cannot_be_written_is_told_once(
     stats = StatsFile(str(tmp_path / "nowhere" / "stats.json"))
     with caplog.at_level(logging.WARNING):
         stats.write({"saved_bytes": 1}, 0.0)
-        stats.write({"saved_bytes": 2}, 1.0)
+        stats.close({"saved_bytes": 2})
     assert len(caplog.records) == 1

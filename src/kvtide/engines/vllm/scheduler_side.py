@@ -6,7 +6,6 @@ Everything here runs on vLLM's scheduling thread: no store call, no wait. Lookup
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -250,7 +249,9 @@ class SchedulerSide:
                 self._tables.unpin(unpinned)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.on_load_finished(request_id)
-        self._write_stats(self._clock())
+        now_s = self._clock()
+        if self._stats is not None and self._stats.is_due(now_s):
+            self._stats.write(self._counters_and_gauges(), now_s)
 
     @property
     def has_pins(self) -> bool:
@@ -272,13 +273,14 @@ class SchedulerSide:
         self._scheduler.counters.update(self._lookups.take_counters())
         return Counter(self._scheduler.counters)
 
-    def _write_stats(self, now_s: float) -> None:
-        if self._stats is not None and self._scheduler is not None:
-            gauges = {
-                "jobs_open": self._scheduler.num_open_jobs,
-                "blocks_pinned": self._scheduler.num_pinned_blocks,
-            }
-            self._stats.write({**self._totals(), **gauges}, now_s)
+    def _counters_and_gauges(self) -> dict[str, int]:
+        if self._scheduler is None:
+            return {}
+        return {
+            **self._totals(),
+            "jobs_open": self._scheduler.num_open_jobs,
+            "blocks_pinned": self._scheduler.num_pinned_blocks,
+        }
 
     def reset(self) -> None:
         """Leave everything stored so far behind, because the weights may have changed."""
@@ -291,7 +293,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop looking up and give the store back."""
-        self._write_stats(math.inf)  # the last word is never too soon
+        if self._stats is not None:
+            self._stats.close(self._counters_and_gauges())
         self._adapters.close()
         if self._lookups is not None:
             self._lookups.close()
