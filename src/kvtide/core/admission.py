@@ -244,7 +244,7 @@ class Admission:
                 inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
             if now_s < inquiry.wait_until_s:
                 return False
-            self._counters["lookup_timeouts"] += 1
+            self._counters["lookup_waits_expired"] += 1
             self._lookups.cancel(inquiry.ticket)
             inquiry.ticket = None
             inquiry.hit_token = inquiry.known_from = 0
