@@ -25,8 +25,8 @@ test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (1
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
-	@echo "==> pytest: without vLLM and Mooncake (1-2 min)"
-	@$(VENV)/bin/python -m pytest -m "not vllm and not mooncake and not nightly" $(PYTEST_ARGS)
+	@echo "==> pytest: without vLLM (1-2 min)"
+	@$(VENV)/bin/python -m pytest -m "not vllm" $(PYTEST_ARGS)
 
 lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
 	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"

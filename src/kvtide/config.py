@@ -25,7 +25,7 @@ _ELSEWHERE: Final = {
     "lookup_async": "lookups are always asynchronous; remove it",
     "global_segment_size": "give it in the store's URL; remove it here",
     "local_buffer_size": "give it in the store's URL; remove it here",
-    "master_server_address": "give it as the store's URL: 'store': 'mooncake://HOST:PORT'",
+    "master_server_address": "this version has no Mooncake store; remove it",
     "protocol": "give it in the store's URL; remove it here",
 }
 
@@ -118,9 +118,7 @@ _NAME: Final = r"[A-Za-z0-9._/-]{0,128}"
 _NAME_ACCEPTED: Final = "up to 128 letters, digits, '.', '_', '-' or '/'"
 _VERSION: Final = _NAME + r"|@/[^\0]+"
 _VERSION_ACCEPTED: Final = _NAME_ACCEPTED + "; or '@/path' of a file that holds a name"
-_URL_ACCEPTED: Final = (
-    "a URL such as 'local:///dev/shm/kvtide?size=20GiB', 'memory://' or 'mooncake://host:50051'"
-)
+_URL_ACCEPTED: Final = "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'memory://'"
 
 
 def _option(default: object, unit: str, accepts: str, check: Check, doc: str) -> Any:  # noqa: ANN401
@@ -212,11 +210,11 @@ class PoolConfig:
         "A save that waited this long for the store is given up.",
     )
     load_timeout_s: float = _option(
-        30,
+        3,
         "seconds",
         "above 0",
         _number(0, above=True),
-        "A load that takes this long has failed, and its tokens are recomputed.",
+        "A load that makes no progress for this long has failed, and its tokens are recomputed.",
     )
     max_load_bytes: int = _option(
         "1GiB",

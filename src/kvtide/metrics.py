@@ -27,7 +27,7 @@ COUNTERS: Mapping[str, str] = {
     "saved_bytes": "Bytes written to the store, tags included.",
     # Lookups.
     "lookups": "Lookups begun: for requests that come or are preempted, or lose local blocks.",
-    "lookup_timeouts": "Lookups whose answer a request stopped waiting for (lookup_wait_ms).",
+    "lookup_waits_expired": "Lookups whose answer a request stopped waiting for (lookup_wait_ms).",
     "lookups_timed_out": "Lookups abandoned because the store took too long (lookup_timeout_ms).",
     "lookups_refused": "Lookups taken as a miss at once: too many, or the store hangs.",
     "lookup_errors": "Lookups taken as a miss because the store raised.",

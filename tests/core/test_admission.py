@@ -85,7 +85,7 @@ def test_an_unfinished_lookup_is_waited_for_a_bounded_time() -> None:
     assert house.match(now_s=1.04) is None
     assert house.match(now_s=1.05) == 0
     assert house.match(now_s=1.06) == 0
-    assert house.counters["lookup_timeouts"] == 1
+    assert house.counters["lookup_waits_expired"] == 1
     house.lookups.answer_all()
     assert house.match(now_s=1.07) == 160
 

@@ -1,5 +1,5 @@
 """No history makes the pool compute on a wrong byte, leak, or forget what it saved."""
 
-from engine_machine import EngineMachine
+from tests.engine_machine import EngineMachine
 
 TestEngineMachine = EngineMachine.TestCase

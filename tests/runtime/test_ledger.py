@@ -6,7 +6,7 @@ import pytest
 
 from kvtide.core.jobs import JobEnd, LoadJob, StoreJob
 from kvtide.runtime.ledger import Ledger, LoadTask, Phase, StoreTask
-from runtime_harness import hashes_of
+from tests.runtime_harness import hashes_of
 
 
 def store_task(job_id: int = 1, deadline_s: float = 10.0) -> StoreTask:

@@ -15,7 +15,7 @@ from kvtide.core.lookup import FIRST_PROBE_CHUNKS, LookupHit, LookupQuery
 from kvtide.errors import StoreLostError
 from kvtide.runtime import lookup as lookup_module
 from kvtide.runtime.lookup import LookupExecutor
-from runtime_harness import NAMESPACE, WAIT_S, Clock, Hang, ScriptedStore, hashes_of
+from tests.runtime_harness import NAMESPACE, WAIT_S, Clock, Hang, ScriptedStore, hashes_of
 
 RANKS = 2
 

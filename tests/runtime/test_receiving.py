@@ -12,7 +12,7 @@ from kvtide.errors import StoreLostError
 from kvtide.stores.base import Status
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
-from runtime_harness import WAIT_S, Hang, Rank
+from tests.runtime_harness import WAIT_S, Hang, Rank
 
 
 def saved_rank(num_chunks: int = 8, **options: Any) -> tuple[Rank, list[bytes]]:

@@ -10,7 +10,7 @@ import pytest
 from kvtide.core.jobs import StoreJob
 from kvtide.errors import StoreClosedError, StoreLostError
 from kvtide.stores.base import Status
-from runtime_harness import WAIT_S, Hang, Rank
+from tests.runtime_harness import WAIT_S, Hang, Rank
 
 
 def raising(error: Exception) -> Callable[[Sequence[str]], Any]:

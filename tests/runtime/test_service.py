@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.runtime.logs import FaultLog
 from kvtide.runtime.service import Service
-from runtime_harness import WAIT_S
+from tests.runtime_harness import WAIT_S
 
 
 class Echo(Service[int, int]):

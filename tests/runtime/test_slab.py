@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.runtime.slab import ExtentAllocator, Rows, Slab, page_padded
-from runtime_harness import WAIT_S
+from tests.runtime_harness import WAIT_S
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ import pytest
 from kvtide.core.jobs import StepPlan
 from kvtide.runtime.context import StoreShare
 from kvtide.runtime.tags import TAG_BYTES, verify
-from runtime_harness import WAIT_S, Rank
+from tests.runtime_harness import WAIT_S, Rank
 
 
 def test_copy_waits_for_the_engines_work() -> None:

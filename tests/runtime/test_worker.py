@@ -12,7 +12,7 @@ from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing.blocks import FakeBlocks, byte_layout
-from runtime_harness import WAIT_S, Hang, Rank
+from tests.runtime_harness import WAIT_S, Hang, Rank
 
 
 def threads_of_the_pool() -> set[threading.Thread]:

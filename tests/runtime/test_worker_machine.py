@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtide.core.jobs import LoadJob, StepPlan, StoreJob
 from kvtide.errors import StoreLostError
 from kvtide.stores.base import Status
-from runtime_harness import Rank
+from tests.runtime_harness import Rank
 
 NAMES = st.sampled_from("ab")
 CHUNKS = st.integers(1, 6)

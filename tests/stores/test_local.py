@@ -19,7 +19,7 @@ from kvtide.stores.local import LocalStore
 from kvtide.stores.local_index import ENTRY, encode_key, num_pages_of
 from kvtide.testing import Arena, StoreMachine, StoreTests, value_of
 from kvtide.testing.store_tests import SMALL_BYTES
-from stores.local_checks import PAGE, check_extents
+from tests.stores.local_checks import PAGE, check_extents
 
 
 class TestLocalStore(StoreTests):

@@ -15,8 +15,8 @@ import pytest
 from kvtide.stores import Status
 from kvtide.stores.local import LocalStore
 from kvtide.testing import Arena, value_of
-from stores.local_checks import check_extents
-from stores.local_writer import NUM_KEYS, PHASES, choose, seeded, size_of
+from tests.stores.local_checks import check_extents
+from tests.stores.local_writer import NUM_KEYS, PHASES, choose, seeded, size_of
 
 POOL_BYTES = 2 << 20
 WAIT_S = 30.0

@@ -59,6 +59,12 @@ def test_a_store_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatc
         open_store("absent://x")
 
 
+@pytest.mark.parametrize("scheme", sorted(registry._BUILT_IN))
+def test_what_is_offered_can_be_opened(scheme: str) -> None:
+    """Each built-in scheme has its opener in this version; advice may name it."""
+    assert callable(registry._opener(scheme))
+
+
 @pytest.mark.parametrize(
     "url, says",
     [

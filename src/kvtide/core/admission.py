@@ -258,7 +258,7 @@ class Admission:
             return True
         if not inquiry.gave_up:
             inquiry.gave_up = True
-            self._counters["lookup_timeouts"] += 1
+            self._counters["lookup_waits_expired"] += 1
         return False
 
     def _ask_gap(

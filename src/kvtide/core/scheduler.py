@@ -133,7 +133,8 @@ class PoolScheduler:
     def match(self, view: RequestView, num_computed_tokens: int, now_s: float) -> int | None:
         """Return how many tokens can be loaded beyond ``num_computed_tokens``; ``None``: ask again.
 
-        Free of side effects on the request: the engine repeats it while allocation fails.
+        The engine repeats it while allocation fails. It may note a preemption that no step has told
+        of yet, submit a lookup, and make or withdraw a promise; nothing is loaded or saved by it.
         """
         tracker = self._trackers.get(view.request_id)
         if tracker is None or tracker.prefix_id is None or not tracker.may_load:

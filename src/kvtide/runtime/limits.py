@@ -22,7 +22,7 @@ class WorkerLimits:
     load_staging_bytes: int = 256 * MIB
     stage_wait_s: float = 0.1
     save_timeout_s: float = 30.0
-    load_timeout_s: float = 30.0
+    load_timeout_s: float = 3.0
     flush_timeout_s: float = 4.0
     max_queued_puts: int = 256
     max_queued_loads: int = 1024

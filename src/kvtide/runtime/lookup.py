@@ -204,7 +204,7 @@ class LookupExecutor:
             return
         for entry in entries:
             self._step(entry, answers)
-            time.sleep(0)  # as above
+            time.sleep(0)  # lets the scheduling thread in, as in _take_round
 
     def _take_round(self) -> list[_Entry]:
         """Return the lookups of this round, each with keys to ask; the rest waits in turn."""

@@ -181,7 +181,8 @@ class PoolWorker:
         """Flush, end the threads and close the store, within ``flush_timeout_s`` in all.
 
         A store call that hangs is abandoned: its thread is a daemon, and the store is not closed
-        under it. Every job has ended afterwards. Closing twice is harmless.
+        under it. Every job has ended afterwards, but for a load that was being copied into the
+        engine's blocks: it ends with its copy. Closing twice is harmless.
         """
         if self._is_closed:
             return

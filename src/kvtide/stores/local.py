@@ -308,6 +308,8 @@ class LocalStore(Store):
         scatter(source, batch.addresses[index], sizes)
         generations = self._slab.generations[first : first + num_pages_of(num_bytes)]
         # The pages may have been given to another key while we copied: then this one is gone.
+        # That the copy's reads come before these, and a writer's stores in its order, is x86's
+        # rule and no fence of ours: on ARM only the tag behind each value finds a torn copy.
         return Status.OK if bool(np.all(generations == generation)) else Status.MISSING
 
 

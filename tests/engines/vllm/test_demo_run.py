@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtide.engines.vllm import demo_run
-from kvtide.engines.vllm.demo_run import Engine, RunSpec, read_counters
+from kvtide.engines.vllm.demo_run import Engine, RunResult, RunSpec, read_counters
 
 
 class FakeLLM:
@@ -80,6 +81,43 @@ def test_settling_ends_in_an_error_that_shows_the_counters(
     llm = FakeLLM(path, [{"jobs_open": 1}])
     with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s.*'jobs_open': 1"):
         engine(monkeypatch, path, llm, settle_s=0.1).settle()
+
+
+def test_what_is_loaded_is_what_the_connector_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A hit in vLLM's own prefix cache, and what the warm-up loaded, are not from the pool."""
+    spec = RunSpec("warm", "/m", [5] * 96, [6], 2, "memory://", str(tmp_path / "stats.json"))
+    output = SimpleNamespace(
+        outputs=[SimpleNamespace(token_ids=[7, 8])],
+        metrics=SimpleNamespace(first_token_latency=0.5),
+        num_cached_tokens=96,
+    )
+    readings = iter(
+        [
+            {"loaded_tokens": 32, "loaded_bytes": 10, "saved_bytes": 5, "jobs_open": 0},
+            {"loaded_tokens": 96, "loaded_bytes": 30, "saved_bytes": 5, "jobs_open": 0},
+        ]
+    )
+    monkeypatch.setattr(Engine, "start", classmethod(lambda cls, spec: cls(spec, None)))
+    monkeypatch.setattr(Engine, "generate", lambda *_: output)
+    monkeypatch.setattr(Engine, "settle", lambda self: next(readings))
+    assert demo_run.run(spec) == RunResult(
+        [7, 8], ttft_s=0.5, loaded_tokens=64, saved_bytes=0, loaded_bytes=20
+    )
+
+
+def test_without_a_pool_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain engine has no counters, and whatever vLLM calls cached is its own."""
+    spec = RunSpec("plain", "/m", [5] * 96, [6], 1, None, "")
+    output = SimpleNamespace(
+        outputs=[SimpleNamespace(token_ids=[7])],
+        metrics=SimpleNamespace(first_token_latency=0.5),
+        num_cached_tokens=64,
+    )
+    monkeypatch.setattr(Engine, "start", classmethod(lambda cls, spec: cls(spec, None)))
+    monkeypatch.setattr(Engine, "generate", lambda *_: output)
+    assert demo_run.run(spec).loaded_tokens == 0
 
 
 def test_counters_that_do_not_exist_yet_are_empty(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ translates hooks; it defines newer hooks unconditionally, since older releases n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,7 +28,7 @@ from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
 from kvtide.engines.vllm.translate import GroupPlan, check_engine, translate_groups
 from kvtide.engines.vllm.worker_side import WorkerSide
 from kvtide.errors import ConfigError
-from kvtide.stores import open_store
+from kvtide.stores import Store, open_store
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
@@ -52,12 +53,13 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
             identity = engine_identity(
                 vllm_config, plan, weights_version=config.weights_version or None
             )
-            self._scheduler_side = SchedulerSide(config, plan, identity, open_store(config.store))
+            with _opened(config.store) as store:
+                self._scheduler_side = SchedulerSide(config, plan, identity, store)
         else:
-            store = open_store(config.store)
-            self._worker_side = WorkerSide(
-                config, plan, vllm_config, kv_cache_config, store, rank=0
-            )
+            with _opened(config.store) as store:
+                self._worker_side = WorkerSide(
+                    config, plan, vllm_config, kv_cache_config, store, rank=0
+                )
 
     # ------------------------------------------------------------------ both
 
@@ -249,6 +251,17 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> Any:
         """Return the Prometheus side of the statistics."""
         return KVTidePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[Store]:
+    """Open a store for the block to hand on; where the block raises, close it again."""
+    store = open_store(url)
+    try:
+        yield store
+    except BaseException:
+        store.close()
+        raise
 
 
 def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupPlan]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ class Engine:
         """Wait until what was saved is in the store, and return the connector's counters.
 
         The connector keeps them in ``stats_path`` from its start on; read are ``jobs_open``, which
-        counts jobs without their end report, ``saved_bytes`` and ``loaded_bytes``.
+        counts jobs without their end report, ``saved_bytes``, ``loaded_bytes`` and
+        ``loaded_tokens``.
 
         Reports travel with the engine's steps, and an idle engine takes none: a prompt too short to
         fill a block makes it take two, without changing what is measured.
@@ -140,18 +142,23 @@ class Engine:
 
 
 def run(spec: RunSpec) -> RunResult:
-    """Start an engine and send it the prompt, after a short one that wakes up what is lazy."""
+    """Start an engine and send it the prompt, after a short one that wakes up what is lazy.
+
+    What is saved and loaded comes from the connector's counters: vLLM's ``num_cached_tokens`` has
+    its own prefix cache's hits in it.
+    """
     engine = Engine.start(spec)
     engine.generate(spec.warmup, 2)
     before = engine.settle()
     output = engine.generate(spec.prompt, spec.output_tokens)
-    after = engine.settle()
+    counted = Counter(engine.settle())
+    counted.subtract(before)
     return RunResult(
         tokens=list(output.outputs[0].token_ids),
         ttft_s=float(output.metrics.first_token_latency),
-        loaded_tokens=int(output.num_cached_tokens or 0),
-        saved_bytes=after.get("saved_bytes", 0) - before.get("saved_bytes", 0),
-        loaded_bytes=after.get("loaded_bytes", 0) - before.get("loaded_bytes", 0),
+        loaded_tokens=counted["loaded_tokens"],
+        saved_bytes=counted["saved_bytes"],
+        loaded_bytes=counted["loaded_bytes"],
     )
 
 

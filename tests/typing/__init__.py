@@ -1,0 +1,1 @@
+"""What users write, for mypy to check."""
