@@ -14,7 +14,8 @@ class WorkerLimits:
     """Bounds of a :class:`~kvtide.runtime.worker.PoolWorker`; every one must be positive.
 
     ``stage_wait_s`` is how long a job may wait for room in staging while it holds its blocks (0
-    allowed). ``save_timeout_s`` and ``load_timeout_s`` run from the step that brought the job.
+    allowed). ``save_timeout_s`` runs from the step that brought the job, ``load_timeout_s``
+    from there or from the last part that any load proved.
     A store call carries at most ``max_batch_keys`` and ``max_batch_bytes``, but always one value.
     """
 
