@@ -16,7 +16,6 @@ from kvtide.stores.memory import MemoryStore
 PLAN = GroupPlan(
     groups=(FullAttention(16),),
     group_ids=(0,),
-    lcm_block_size=16,
     hash_block_size=16,
     specs=({},),
     num_layers=(1,),
