@@ -19,7 +19,6 @@ from typing import Any
 import vllm
 from vllm.v1.core import kv_cache_utils
 
-from kvtide.engines.adapters import AdapterDigests
 from kvtide.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -202,20 +201,6 @@ def prefix_caching_forced_off(vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False))
-
-
-def adapter_digest(digests: AdapterDigests, lora_request: Any) -> str | None:
-    """Return the content digest of a request's adapter; ``None``: not known, so do not share.
-
-    A digest that is still being computed counts as unknown: the request goes without the cache,
-    the next one with the same adapter has it.
-    """
-    digest = digests.get(
-        lora_request.lora_int_id,
-        lora_request.lora_path,
-        replaced_in_place=bool(getattr(lora_request, "load_inplace", False)),
-    )
-    return digest if isinstance(digest, str) else None
 
 
 def require_recompute(vllm_config: Any) -> None:
