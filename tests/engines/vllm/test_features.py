@@ -71,21 +71,6 @@ def test_cacheable_groups_are_computed_where_the_engine_does_not_tell() -> None:
     assert features.prefix_cacheable_group_ids(bare) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "state, expected",
-    [
-        (None, None),
-        (SimpleNamespace(get_block_ids={"r": ([1],)}.get), ([1],)),
-        (SimpleNamespace(block_ids={"r": ([2],)}), ([2],)),
-        (SimpleNamespace(block_ids={}), None),
-    ],
-)
-def test_block_tables_are_read_in_both_shapes(state: Any, expected: Any) -> None:
-    """Lazy tables, dictionaries and none at all are understood."""
-    output = SimpleNamespace(kv_connector_block_state=state)
-    assert features.block_ids_of(output, "r") == expected
-
-
 def test_a_failed_load_is_a_finished_one_too() -> None:
     """The engine waits for ``finished_recving`` whatever became of the load."""
     results = features.transfer_results({"a"}, {"b"})

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtide.core.keys import CacheIdentity
-from kvtide.engines.adapters import PENDING, AdapterDigests
+from kvtide.engines.lora import PENDING, AdapterDigests
+from kvtide.engines.vllm import features, settings
 from kvtide.engines.vllm import identity as module
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.translate import translate_groups
@@ -44,7 +49,15 @@ from kvtide.core.keys import CacheIdentity
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.translate import translate_groups
 from tests.engines.vllm.configs import attention_spec, cache_config, engine_config
-config = engine_config(sys.argv[1])
+config = engine_config(
+    sys.argv[1],
+    enable_lora=True,
+    quantization="fp8_per_tensor",
+    quantization_config={"ignore": ["*q_proj*"]},
+    speculative_config={
+        "model": sys.argv[1], "method": "draft_model", "num_speculative_tokens": 2
+    },
+)
 plan = translate_groups(cache_config((attention_spec(), 4)), config)
 data = engine_identity(config, plan)
 print("IDENTITY", CacheIdentity(engine=data, worker="").fingerprint(), json.dumps(data))
@@ -107,6 +120,10 @@ def test_it_is_plain_data_without_places(model_folder: Path, make_config: Any) -
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"disable_sliding_window": True},
+        {"model_loader_extra_config": {"enable_multithread_load": True}},
+        {"additional_config": {"layout": "nz"}},
+        {"attention_config": {"disable_flashinfer_q_quantization": True}},
+        {"enable_lora": True},
     ],
     ids=str,
 )
@@ -123,6 +140,12 @@ def test_settings_that_change_bytes_change_it(
     [
         {"max_model_len": 1024},
         {"max_num_batched_tokens": 512, "max_num_seqs": 4},
+        {"max_num_seqs": 4},
+        {"gpu_memory_utilization": 0.5},
+        {"kv_cache_memory_bytes": 1 << 28},
+        {"max_logprobs": 5, "disable_log_stats": True},
+        {"download_dir": "/tmp", "use_tqdm_on_load": False},
+        {"tokenizer_mode": "slow", "generation_config": "vllm"},
         {"served_model_name": "other"},
         {"seed": 7},
         {"num_gpu_blocks_override": 100},
@@ -144,9 +167,9 @@ def test_settings_that_change_no_byte_leave_it(
     [
         ("model_impl", "transformers"),
         ("quantization", "fp8"),
+        ("quantization_config", {"ignore": ["*q_proj*"]}),
         ("code_revision", "abc"),
         ("model_class_overrides", {"Llama": "other:Llama"}),
-        ("multimodal_config", SimpleNamespace(video_pruning_rate=0.5)),
     ],
 )
 def test_how_the_model_is_built_changes_it(
@@ -279,11 +302,272 @@ def test_speculation_without_a_draft_model_leaves_it(
     )
 
 
-def test_an_unknown_object_has_no_address_in_it() -> None:
-    """What cannot be written as data is told by its type, never by its ``repr``."""
-    plain = module._plain({"x": object(), "y": {3, 1}, "z": (1.5, None), "_name_or_path": "/p"})
-    assert plain == {"x": "builtins.object", "y": ["1", "3"], "z": ["1.5", None]}
-    assert module._plain(SimpleNamespace(to_dict=lambda: {"a": 1})) == {"a": 1}
+def differ(*configs: Any) -> bool:
+    """Tell whether all of these configurations have identities of their own."""
+    return len({fingerprint(identity_of(config)) for config in configs}) == len(configs)
+
+
+def test_online_quantisation_counts_with_all_of_its_settings(
+    model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """They are kept in objects of the engine's own, which are told by their fields."""
+
+    def quantised(quantization: str, settings: dict[str, Any] | None = None) -> Any:
+        return make_config(model_folder, quantization=quantization, quantization_config=settings)
+
+    assert differ(
+        quantised("fp8_per_tensor"),
+        quantised("fp8_per_tensor", {"ignore": ["*q_proj*"]}),
+        quantised("fp8_per_tensor", {"linear": {"activation": "fp8_per_token"}}),
+        quantised("fp8_per_block"),
+        quantised("online", {"linear": "fp8_per_tensor", "ignore": ["*k_proj*"]}),
+        quantised("online", {"targets": {"*q_proj*": "fp8_per_tensor"}}),
+        quantised("online", {"targets": {"*q_proj*": "fp8_per_block"}}),
+    )
+    again = [identity_of(quantised("fp8_per_tensor", {"ignore": ["a"]})) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lora_target_modules": ["q_proj"]},
+        {"enable_tower_connector_lora": True},
+        {"enable_moe_shared_loras": True},
+        {"enable_mixed_moe_lora_format": True},
+        {"lora_dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_how_adapters_are_applied_changes_it(
+    arguments: dict[str, Any], model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """One adapter's files mean different weights under different settings."""
+    assert differ(
+        make_config(model_folder, enable_lora=True),
+        make_config(model_folder, enable_lora=True, **arguments),
+    )
+
+
+def test_room_for_adapters_leaves_it(model_folder: Path, make_config: Callable[..., Any]) -> None:
+    """How many adapters of which rank fit is not what they compute."""
+    few = make_config(model_folder, enable_lora=True)
+    many = make_config(
+        model_folder, enable_lora=True, max_loras=4, max_cpu_loras=9, max_lora_rank=32
+    )
+    assert identity_of(few) == identity_of(many)
+
+
+def test_how_pictures_and_films_are_read_changes_it(
+    tmp_path: Path, model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """Encoders, pruning and processors decide the embeddings; scales count by their content."""
+    from vllm.config import MultiModalConfig
+
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.json").write_text('{"layer": 1}')
+    (tmp_path / "copy.json").write_text("{}")
+
+    def config(**arguments: Any) -> Any:
+        made = make_config(model_folder)
+        made.model_config.multimodal_config = MultiModalConfig()
+        for name, value in arguments.items():
+            setattr(made.model_config.multimodal_config, name, value)
+        return made
+
+    scales = "mm_encoder_fp8_scale_path"
+    assert differ(
+        make_config(model_folder),
+        config(),
+        config(video_pruning_rate=0.5),
+        config(video_pruning_method="other"),
+        config(mm_encoder_attn_dtype="fp8"),
+        config(mm_encoder_attn_backend="TORCH_SDPA"),
+        config(mm_processor_kwargs={"size": 5}),
+        config(**{scales: str(tmp_path / "a.json")}),
+        config(**{scales: str(tmp_path / "b.json")}),
+    )
+    moved = config(**{scales: str(tmp_path / "copy.json")})
+    assert not differ(moved, config(**{scales: str(tmp_path / "a.json")}))
+    assert not differ(config(), config(mm_processor_cache_gb=1, skip_mm_profiling=True))
+    with pytest.raises(ConfigError, match=scales):
+        identity_of(config(**{scales: str(tmp_path / "no.json")}))
+
+
+def test_how_a_draft_model_is_run_changes_it(
+    tmp_path: Path, model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """Drafting in parallel writes other states into the draft layers' cache."""
+    draft = make_folder(tmp_path / "draft", 5)
+    settings = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
+    configs = [make_config(model_folder, speculative_config=settings) for _ in range(2)]
+    configs[1].speculative_config.parallel_drafting = True
+    assert differ(*configs)
+    configs[1].speculative_config.parallel_drafting = False
+    configs[1].speculative_config.rejection_sample_method = "synthetic"
+    assert not differ(*configs)
+
+
+def test_what_has_no_plain_form_is_refused_by_name(
+    model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """Never is it told by its type alone, under which other values would share its keys."""
+    config = make_config(model_folder)
+    config.load_config.model_loader_extra_config = {"hook": [1, object()]}
+    with pytest.raises(ConfigError, match=r"load_config\.model_loader_extra_config\['hook'\]\[1\]"):
+        identity_of(config)
+    with pytest.raises(ConfigError, match=r"a value holds a builtins\.function"):
+        settings.plain(lambda: None, "a value")
+    with pytest.raises(ConfigError, match=r"a value holds a types\.SimpleNamespace"):
+        settings.content(SimpleNamespace(), {}, "a value")
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "sliding_window": 64,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("config", [GEMMA3, DEEPSEEK2], ids=lambda config: config["model_type"])
+def test_ordinary_models_have_an_identity(
+    config: dict[str, Any], tmp_path: Path, make_config: Callable[..., Any]
+) -> None:
+    """Nothing in their configurations is refused, and sizes of memory do not count either."""
+    folder = make_folder(tmp_path / "model", config=config)
+    plain = identity_of(make_config(folder))
+    assert plain == identity_of(
+        make_config(
+            folder,
+            max_model_len=1024,
+            max_num_seqs=4,
+            max_num_batched_tokens=1024,
+            gpu_memory_utilization=0.5,
+            served_model_name="other",
+        )
+    )
+
+
+class Kind(Enum):
+    """An enumeration with and without names of its own."""
+
+    NAMED = "named"
+    EMPTY = None
+
+
+def test_plain_data_tells_values_apart() -> None:
+    """Numbers, sets, nested objects, classes and torch's names each have one form."""
+    import torch
+    from vllm.config.quantization import QuantSpec, kFp8StaticTensorSym
+
+    for value, expected in [
+        (
+            {"y": {3, 1}, "z": (1.5, None), "_name_or_path": "/p"},
+            {"y": ["1", "3"], "z": ["1.5", None]},
+        ),
+        ({1: True}, {"1": True}),
+        (SimpleNamespace(to_dict=lambda: {"a": 1}), {"a": 1}),
+        ([Kind.NAMED, Kind.EMPTY], ["named", "EMPTY"]),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (np.float64(0.5), "0.5"),
+        (Path("/a"), "/a"),
+        (b"\x01", "01"),
+        (OrderedDict, "collections.OrderedDict"),
+        (fingerprint, f"{__name__}.fingerprint"),
+    ]:
+        assert settings.plain(value, "a value") == expected
+    quantised = settings.plain(QuantSpec(weight=kFp8StaticTensorSym), "a value")
+    assert quantised["activation"] is None
+    assert quantised["weight"]["scale"]["group_shape"] == [-1, -1]
+
+
+CONSIDERED = {
+    "ModelConfig": (
+        settings.MODEL,
+        """code_revision convert disable_cascade_attn disable_sliding_window dtype hf_config
+        hf_text_config is_submodel_config model_class_overrides model_impl quantization
+        quantization_config runner trust_remote_code word_embeddings_untied_by_checkpoint""",
+    ),
+    "CacheConfig": (
+        settings.CACHE,
+        """cache_dtype enable_mamba_shared_prefix_checkpoint is_attention_free
+        kv_cache_dtype_skip_layers kv_sharing_fast_prefill mamba_cache_dtype mamba_cache_mode
+        mamba_page_size_padded mamba_ssm_cache_dtype replayssm_buffer_len skip_page_size_padded
+        sliding_window swa_bounded_replay use_kda_recoverssm use_replayssm""",
+    ),
+    "LoRAConfig": (
+        settings.LORA,
+        """enable_mixed_moe_lora_format enable_moe_shared_loras enable_tower_connector_lora
+        fully_sharded_loras lora_dtype max_lora_cls_labels target_modules""",
+    ),
+    "MultiModalConfig": (
+        settings.MULTIMODAL,
+        """allow_missing_mm_embeddings enable_mm_embeds language_model_only media_io_kwargs
+        mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_only
+        mm_encoder_tp_mode mm_hasher_algorithm mm_processor_kwargs video_pruning_method
+        video_pruning_rate""",
+    ),
+    "LoadConfig": (settings.LOAD, "ignore_patterns load_format model_loader_extra_config"),
+    "SpeculativeConfig": (
+        settings.SPECULATIVE,
+        """attention_backend code_revision disable_eagle_block_drop disable_padded_drafter_batch
+        draft_tensor_parallel_size dspark_draft_topk index_share_for_mtp_iteration
+        kv_cache_dtype method moe_backend num_speculative_tokens parallel_drafting quantization
+        tensor_parallel_size use_heterogeneous_vocab""",
+    ),
+    "AttentionConfig": (
+        settings.ATTENTION,
+        """disable_flashinfer_q_quantization flash_attn_version flex_attn_block_m
+        flex_attn_block_n flex_attn_kv_block_size flex_attn_q_block_size hisparse_config
+        indexer_kv_dtype indexer_sparse_logits minimax_m3_msa_decode_backend
+        mla_prefill_backend sparse_mla_force_mqa use_non_causal use_prefill_query_quantization
+        use_trtllm_attention""",
+    ),
+}
+
+
+@pytest.mark.skipif(features.release() != (0, 32), reason="the fields are those of vLLM 0.32")
+@pytest.mark.parametrize("name", CONSIDERED)
+def test_every_setting_was_considered(name: str) -> None:
+    """Each is part of the identity or is left out for a reason, and none is only forgotten."""
+    import vllm.config
+
+    left_out, hashed = CONSIDERED[name]
+    fields = {field.name for field in dataclasses.fields(getattr(vllm.config, name))}
+    assert fields == set(left_out) | set(hashed.split())
+    assert not set(left_out) & set(hashed.split())
+    assert all(left_out.values())
 
 
 def test_an_architecture_of_its_own_changes_it(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.engines.lora import AdapterDigests
 from kvtide.engines.vllm.metadata import KVTideHandshake
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
 from kvtide.stores.memory import MemoryStore
+from tests.engines.test_lora import wait_for
 
 PLAN = GroupPlan(
     groups=(FullAttention(16),),
     group_ids=(0,),
-    lcm_block_size=16,
     hash_block_size=16,
     specs=({},),
     num_layers=(1,),
@@ -27,6 +32,9 @@ class Pool:
     """vLLM's block pool, as far as the start reads it."""
 
     blocks = [None] * 100
+
+    def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> None:
+        """Nothing is cached."""
 
 
 class Manager:
@@ -78,3 +86,137 @@ def test_before_the_ranks_have_told_their_layout_nothing_happens() -> None:
     half.reset()
     half.on_finished("nobody")
     half.close()
+
+
+class SlowDigests:
+    """Digests that come when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.answer: str | None = None
+        self.is_known = False
+
+    def __call__(self, path: str) -> str | None:
+        """Wait for the test, then answer."""
+        wait_for(lambda: self.is_known)
+        return self.answer
+
+
+@pytest.fixture
+def digests() -> SlowDigests:
+    """The digests of :func:`half`, and its clock."""
+    return SlowDigests()
+
+
+@pytest.fixture
+def half(digests: SlowDigests) -> Iterator[SchedulerSide]:
+    """A scheduler side that knows everything but its adapters."""
+    made = SchedulerSide(
+        PoolConfig.from_mapping({"lookup_wait_ms": 50}),
+        PLAN,
+        {"weights": "w"},
+        MemoryStore(),
+        clock=lambda: digests.now_s,
+    )
+    made._adapters = AdapterDigests(digest=digests)
+    made.bind(Manager())
+    made.agree_on_layout([layout(4096)])
+    yield made
+    digests.is_known = True
+    made.close()
+
+
+def request_with_adapter(path: Path, request_id: str = "r") -> Any:
+    """One of vLLM's requests, of ten blocks, with an adapter."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(range(160)),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest("name", 1, str(path)),
+        block_hasher=get_request_block_hasher(16, sha256),
+    )
+
+
+def prefix_of(half: SchedulerSide, request: Any) -> int | None:
+    """The name of the request's keys in the core, ``None`` where it goes without the cache."""
+    assert half._scheduler is not None
+    return half._scheduler._trackers[request.request_id].prefix_id
+
+
+def answer_of(half: SchedulerSide, request: Any) -> tuple[int | None, bool]:
+    """The answer to vLLM's question, once the lookup has ended."""
+    wait_for(lambda: half.match(request, 0)[0] is not None)
+    return half.match(request, 0)
+
+
+def test_a_request_waits_for_its_adapter_and_then_has_the_cache(
+    half: SchedulerSide, digests: SlowDigests, tmp_path: Path
+) -> None:
+    """Its first digest is computed while vLLM asks again; later requests wait for nothing."""
+    request = request_with_adapter(tmp_path)
+    half.on_new_request(request)
+    assert half.match(request, 0) == (None, False)
+    digests.answer, digests.is_known = "digest", True
+    assert answer_of(half, request) == (0, False)
+    assert prefix_of(half, request) is not None
+    second = request_with_adapter(tmp_path, "s")
+    half.on_new_request(second)
+    assert prefix_of(half, second) == prefix_of(half, request)
+
+
+def test_an_adapter_that_is_not_known_in_time_is_asked_for_once_more_at_admission(
+    half: SchedulerSide, digests: SlowDigests, tmp_path: Path
+) -> None:
+    """What became known meanwhile lets the request save what it computes."""
+    request = request_with_adapter(tmp_path)
+    half.on_new_request(request)
+    assert half.match(request, 0) == (None, False)
+    digests.now_s = 0.06
+    assert half.match(request, 0) == (0, False)
+    digests.answer, digests.is_known = "digest", True
+    wait_for(lambda: half._namespace_of(request) is not None)
+    half.on_allocated(request, 0)
+    assert prefix_of(half, request) is not None
+
+
+def test_an_adapter_that_is_never_known_costs_no_more_than_the_cache(
+    half: SchedulerSide, digests: SlowDigests, tmp_path: Path
+) -> None:
+    """The request is computed without; a reset does not change that, and nothing is kept of it."""
+    request = request_with_adapter(tmp_path)
+    half.on_new_request(request)
+    half.match(request, 0)
+    digests.now_s = 0.06
+    assert half.match(request, 0) == (0, False)
+    half.on_allocated(request, 0)
+    assert prefix_of(half, request) is None
+    half.reset()
+    assert prefix_of(half, request) is None
+    half.on_finished(request.request_id)
+    assert not half._held_back
+    assert not half._views
+
+
+def test_an_id_that_begins_a_new_life_is_held_back_anew(
+    half: SchedulerSide, digests: SlowDigests, tmp_path: Path
+) -> None:
+    """The core forgets the old life at once; an unreadable adapter goes without the cache."""
+    assert half._scheduler is not None
+    plain = request_with_adapter(tmp_path)
+    plain.lora_request = None
+    half.on_new_request(plain)
+    assert prefix_of(half, plain) is not None
+    half.on_new_request(request_with_adapter(tmp_path))
+    assert not half._scheduler._trackers
+    digests.is_known = True
+    again = request_with_adapter(tmp_path)
+    wait_for(lambda: half.match(again, 0) == (0, False))
+    assert prefix_of(half, again) is None

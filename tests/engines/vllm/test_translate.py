@@ -35,8 +35,7 @@ def test_full_attention_is_one_group_of_its_block_size(config: Any) -> None:
     plan = translate_groups(cache_config((attention_spec(), 4)), config)
     assert plan.groups == (FullAttention(32),)
     assert (plan.group_ids, plan.num_layers) == ((0,), (4,))
-    assert (plan.lcm_block_size, plan.hash_block_size) == (32, 32)
-    assert not plan.drops_eagle_block
+    assert plan.hash_block_size == 32
 
 
 def test_mla_is_full_attention(config: Any) -> None:
@@ -225,10 +224,3 @@ def test_hashes_that_differ_by_process_need_a_seed(
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert check_engine(config) == []
     assert features.hash_scheme(algorithm)["seed"] == "0"
-
-
-def test_draft_layers_in_the_cache_are_reported(config: Any) -> None:
-    """A plan says when the engine itself drops the last block of a hit."""
-    config.speculative_config = SimpleNamespace(use_eagle_block_drop=lambda: True)
-    plan = translate_groups(cache_config((attention_spec(), 5)), config)
-    assert plan.drops_eagle_block

@@ -19,7 +19,6 @@ from typing import Any
 import vllm
 from vllm.v1.core import kv_cache_utils
 
-from kvtide.engines.adapters import AdapterDigests
 from kvtide.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -144,10 +143,10 @@ def layer_specs(kv_cache_spec: Any) -> Mapping[str, Any] | None:
     return specs if isinstance(specs, Mapping) else None
 
 
-def resolve_block_sizes(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
-    """Return ``(lcm_block_size, hash_block_size)`` in tokens, as the engine resolves them."""
-    lcm, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return int(lcm), int(hashed)
+def resolve_hash_block_size(kv_cache_config: Any, vllm_config: Any) -> int:
+    """Return how many tokens one of the engine's block hashes covers, as the engine resolves it."""
+    _, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(hashed)
 
 
 def group_retains_longer_hits(group: Any) -> bool:
@@ -156,20 +155,6 @@ def group_retains_longer_hits(group: Any) -> bool:
     return getattr(role, "value", role) not in (None, "default") or bool(
         getattr(group, "host_resident", False)
     )
-
-
-def block_ids_of(scheduler_output: Any, request_id: str) -> tuple[list[int], ...] | None:
-    """Return a request's whole block tables, one per group, or ``None`` where none are given.
-
-    It copies the tables: read slices through the cache manager on the hot path, and use this
-    only where there is none. Never keep ``scheduler_output`` past the step.
-    """
-    state = getattr(scheduler_output, "kv_connector_block_state", None)
-    if state is None:
-        return None
-    if hasattr(state, "get_block_ids"):
-        return state.get_block_ids(request_id)  # type: ignore[no-any-return]
-    return state.block_ids.get(request_id)  # type: ignore[no-any-return]
 
 
 def transfer_results(
@@ -216,20 +201,6 @@ def prefix_caching_forced_off(vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False))
-
-
-def adapter_digest(digests: AdapterDigests, lora_request: Any) -> str | None:
-    """Return the content digest of a request's adapter; ``None``: not known, so do not share.
-
-    A digest that is still being computed counts as unknown: the request goes without the cache,
-    the next one with the same adapter has it.
-    """
-    digest = digests.get(
-        lora_request.lora_int_id,
-        lora_request.lora_path,
-        replaced_in_place=bool(getattr(lora_request, "load_inplace", False)),
-    )
-    return digest if isinstance(digest, str) else None
 
 
 def require_recompute(vllm_config: Any) -> None:

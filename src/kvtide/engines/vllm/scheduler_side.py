@@ -20,9 +20,9 @@ from kvtide.core.keys import CacheIdentity, namespace_for
 from kvtide.core.layout import StoreLayout, common_layout
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
-from kvtide.engines.adapters import AdapterDigests
 from kvtide.engines.deployment import Deployment
-from kvtide.engines.vllm import features
+from kvtide.engines.lora import PENDING, AdapterDigests
+from kvtide.engines.vllm.identity import adapter_identity
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
@@ -70,6 +70,8 @@ class SchedulerSide:
         self._tables: EngineTables | None = None
         self._layout: StoreLayout | None = None
         self._views: dict[str, VllmRequestView] = {}
+        self._held_back: dict[str, float | None] = {}
+        """Requests whose adapter is still being read, and until when the engine waits for it."""
         self._lookups: LookupExecutor | None = None
         self._scheduler: PoolScheduler | None = None
         self._stats = StatsFile(config.stats_path) if config.stats_path else None
@@ -150,41 +152,68 @@ class SchedulerSide:
             return
         view = VllmRequestView(request, self._tables)
         self._views[view.request_id] = view
-        self._scheduler.on_new_request(
-            view,
-            self._namespace_of(request),
-            self._clock(),
-            may_load=not request.skip_reading_prefix_cache,
-        )
+        self._scheduler.on_finished(view.request_id)
+        self._held_back[view.request_id] = None
+        self._introduce(view)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM's ``get_num_new_matched_tokens``: tokens to load, and that loads overlap."""
         view = self._views.get(request.request_id)
         if self._scheduler is None or view is None:
             return 0, False
+        if not self._introduce(view):
+            return (None if self._may_wait(view) else 0), False
         num_tokens = self._scheduler.match(view, num_computed_tokens, self._clock())
         return num_tokens, bool(num_tokens)
 
+    def _introduce(self, view: VllmRequestView, *, is_last_call: bool = False) -> bool:
+        """Give a request to the core once its adapter is known; tell whether the core has it.
+
+        At the last call it is given away in any case, if need be to go without the cache.
+        """
+        assert self._scheduler is not None
+        if view.request_id not in self._held_back:
+            return True
+        adapter = adapter_identity(self._adapters, view.request.lora_request)
+        if adapter is PENDING and not is_last_call:
+            return False
+        del self._held_back[view.request_id]
+        self._scheduler.on_new_request(
+            view,
+            self._namespace_of(view.request),
+            self._clock(),
+            may_load=not view.request.skip_reading_prefix_cache,
+        )
+        return True
+
+    def _may_wait(self, view: VllmRequestView) -> bool:
+        """Tell whether vLLM may ask again for a request held back, which costs it a step."""
+        now_s = self._clock()
+        until_s = self._held_back[view.request_id]
+        if until_s is None:
+            until_s = now_s + self._config.lookup_wait_ms / 1000
+            self._held_back[view.request_id] = until_s
+        return now_s < until_s
+
     def on_allocated(self, request: Any, num_external_tokens: int) -> None:
-        """Plan the load of what vLLM granted."""
+        """Plan the load of what vLLM granted; vLLM calls it for whatever it admits."""
         view = self._views.get(request.request_id)
         if self._scheduler is not None and view is not None:
+            self._introduce(view, is_last_call=True)
             self._scheduler.on_allocated(view, num_external_tokens)
 
     def on_finished(self, request_id: str) -> None:
         """Forget a request that ended, however it ended."""
         self._views.pop(request_id, None)
+        self._held_back.pop(request_id, None)
         if self._scheduler is not None:
             self._scheduler.on_finished(request_id)
 
     def _namespace_of(self, request: Any) -> str | None:
-        """Return the namespace of a request's keys, ``None`` where its adapter has no digest."""
-        adapter = ""
-        if request.lora_request is not None:
-            digest = features.adapter_digest(self._adapters, request.lora_request)
-            if digest is None:
-                return None
-            adapter = digest
+        """Return the namespace of a request's keys, ``None`` where its adapter is not known."""
+        adapter = adapter_identity(self._adapters, request.lora_request)
+        if not isinstance(adapter, str):
+            return None
         if adapter not in self._namespaces:
             identity = CacheIdentity(
                 engine=self._identity,

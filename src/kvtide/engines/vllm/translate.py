@@ -34,21 +34,17 @@ _KINDS = {
 class GroupPlan:
     """The KV cache groups kvtide works on, in the core's words and in the engine's.
 
-    ``groups[i]`` is the engine's group ``group_ids[i]``. ``lcm_block_size`` and
-    ``hash_block_size`` are in tokens. ``specs`` describes the groups as JSON data for the
-    identity, without layer names; ``num_layers[i]`` counts the layers of a group in this
-    process's view (under pipeline parallelism the first stage's only). ``drops_eagle_block``
-    tells that the engine's own cache never ends a hit on the last block because draft layers
-    write there what depends on a later token.
+    ``groups[i]`` is the engine's group ``group_ids[i]``. ``hash_block_size`` is in tokens.
+    ``specs`` describes the groups as JSON data for the identity, without layer names;
+    ``num_layers[i]`` counts the layers of a group in this process's view (under pipeline
+    parallelism the first stage's only).
     """
 
     groups: tuple[Group, ...]
     group_ids: tuple[int, ...]
-    lcm_block_size: int
     hash_block_size: int
     specs: tuple[dict[str, object], ...]
     num_layers: tuple[int, ...]
-    drops_eagle_block: bool = False
 
 
 def translate_groups(kv_cache_config: Any, vllm_config: Any) -> GroupPlan:
@@ -64,20 +60,17 @@ def translate_groups(kv_cache_config: Any, vllm_config: Any) -> GroupPlan:
         raise UnsupportedModelError(faults)
     ids = features.prefix_cacheable_group_ids(kv_cache_config)
     try:
-        lcm, hashed = features.resolve_block_sizes(kv_cache_config, vllm_config)
+        hash_block_size = features.resolve_hash_block_size(kv_cache_config, vllm_config)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"vLLM rejects the KV cache block sizes: {error}") from error
     chosen = [kv_cache_config.kv_cache_groups[number] for number in ids]
     specs = [describe_specs(group.kv_cache_spec) for group in chosen]
-    speculative = getattr(vllm_config, "speculative_config", None)
     return GroupPlan(
         groups=tuple(FullAttention(group.kv_cache_spec.block_size) for group in chosen),
         group_ids=ids,
-        lcm_block_size=lcm,
-        hash_block_size=hashed,
+        hash_block_size=hash_block_size,
         specs=tuple(specs),
         num_layers=tuple(len(group.layer_names) for group in chosen),
-        drops_eagle_block=bool(speculative is not None and speculative.use_eagle_block_drop()),
     )
 
 

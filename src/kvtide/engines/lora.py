@@ -4,6 +4,11 @@ An engine keeps an adapter's weights in memory under an id, and reads its folder
 So a digest is good only while the folder is still what it was when the id was first seen. Once it
 has changed under an id, no one can tell which of the two versions the engine computes with, and
 requests with that id neither save nor load any more; a fresh id of the same folder is fine.
+
+The folder is looked at again every ``recheck_s`` seconds, while requests go on with the digest
+known so far. So a request that arrives within that time of a change may still be given the old
+digest: whoever replaces an adapter's files while it is served must give it another id, as engines
+demand anyway.
 """
 
 from __future__ import annotations
@@ -29,11 +34,12 @@ class Pending(Enum):
 
 
 PENDING = Pending.PENDING
-"""The digest is being computed: ask again at a later step, or go without the cache."""
+"""The first digest is being computed: ask again at a later step, or go without the cache."""
 
 
 @dataclass(slots=True)
 class _Entry:
+    path: str
     digest: str | None = None
     signature: _Signature = ()
     verified_at: float | None = None
@@ -73,7 +79,7 @@ class AdapterDigests:
         self._digest = digest
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[tuple[int, str], _Entry] = {}
+        self._entries: dict[int, _Entry] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
 
@@ -82,25 +88,25 @@ class AdapterDigests:
     ) -> str | Pending | None:
         """Return the digest of an adapter, ``None`` for none, or :data:`PENDING`.
 
-        ``replaced_in_place`` tells that the engine was told to load the folder anew under an id
-        it already uses, which spoils that id.
+        It is pending only at first; later the last verified digest is the answer, also while the
+        folder is looked at again. ``replaced_in_place`` tells that the engine was told to load
+        the folder anew under an id it already uses, which spoils that id, as another folder does.
         """
         with self._lock:
             entry = self._entry(adapter_id, path)
             if entry is None or self._closed:
                 return None
-            entry.spoilt = entry.spoilt or replaced_in_place
+            entry.spoilt = entry.spoilt or replaced_in_place or entry.path != path
             if entry.spoilt:
                 return None
             checked = entry.verified_at
-            if checked is not None and self._clock() - checked <= self._recheck_s:
-                return entry.digest
-            if not entry.running:
+            is_due = checked is None or self._clock() - checked > self._recheck_s
+            if is_due and not entry.running:
                 entry.running = True
                 if self._pool is None:
-                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-adapters")
-                self._pool.submit(self._verify, path, entry)
-            return PENDING
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvtide-lora")
+                self._pool.submit(self._verify, entry)
+            return PENDING if checked is None else entry.digest
 
     def close(self) -> None:
         """Stop the thread; a digest in progress is finished, none is started. Idempotent."""
@@ -111,14 +117,14 @@ class AdapterDigests:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _entry(self, adapter_id: int, path: str) -> _Entry | None:
-        key = (adapter_id, path)
-        if key not in self._entries and len(self._entries) >= self._max_adapters:
+        if adapter_id not in self._entries and len(self._entries) >= self._max_adapters:
             # Forgetting an entry would forget that its id is spoilt, so a full table takes no
             # more: adapters beyond it go without the cache.
             return None
-        return self._entries.setdefault(key, _Entry())
+        return self._entries.setdefault(adapter_id, _Entry(path))
 
-    def _verify(self, path: str, entry: _Entry) -> None:
+    def _verify(self, entry: _Entry) -> None:
+        path = entry.path
         digest, signature = entry.digest, entry.signature
         try:
             before = self._signature(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.engines.adapters import PENDING, AdapterDigests, Pending, adapter_identity
+from kvtide.engines.lora import PENDING, AdapterDigests, Pending, adapter_identity
 from tests.engines.model_folders import random_tensors, write_safetensors
 
 
@@ -31,9 +31,17 @@ def settle(ask: Callable[[], str | Pending | None]) -> str | None:
     return answer
 
 
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def digests() -> Iterator[AdapterDigests]:
-    """Digests that are looked at again on every call."""
+    """Digests that are looked at again every few calls."""
     made = AdapterDigests(recheck_s=0.05)
     yield made
     made.close()
@@ -66,13 +74,33 @@ def test_a_folder_that_changes_under_an_id_spoils_the_id(
     path = str(make_adapter(tmp_path / "a"))
     old = settle(lambda: digests.get(1, path))
     make_adapter(tmp_path / "a", 2)
-    time.sleep(0.06)
-    assert settle(lambda: digests.get(1, path)) is None
+    wait_for(lambda: digests.get(1, path) is None)
     new = settle(lambda: digests.get(2, path))
     assert new not in (None, old)
     make_adapter(tmp_path / "a", 1)
     time.sleep(0.06)
-    assert settle(lambda: digests.get(1, path)) is None
+    assert digests.get(1, path) is None
+
+
+def test_another_folder_under_an_id_spoils_the_id(tmp_path: Path, digests: AdapterDigests) -> None:
+    """The engine goes on with the adapter it has read for the id."""
+    first, second = str(make_adapter(tmp_path / "a")), str(make_adapter(tmp_path / "b", 2))
+    assert settle(lambda: digests.get(1, first)) is not None
+    assert digests.get(1, second) is None
+    assert digests.get(1, first) is None
+
+
+def test_while_a_folder_is_looked_at_again_the_known_digest_is_good(tmp_path: Path) -> None:
+    """Only the first sight of an adapter costs a wait, however rarely it is asked for."""
+    path = str(make_adapter(tmp_path / "a"))
+    now = [0.0]
+    digests = AdapterDigests(recheck_s=2.0, clock=lambda: now[0])
+    known = settle(lambda: digests.get(1, path))
+    assert known is not None
+    for _ in range(20):
+        now[0] += 10.0
+        assert digests.get(1, path) == known
+    digests.close()
 
 
 def test_loading_in_place_spoils_the_id(tmp_path: Path, digests: AdapterDigests) -> None:
