@@ -25,7 +25,7 @@ def test_ranks_agree_or_there_is_no_common_layout() -> None:
     """Bytes are exchangeable only between equal layouts."""
     one = StoreLayout((GroupLayout(16, (100, 200), "HND"), GroupLayout(32, (50,), "HND")))
     other = StoreLayout((GroupLayout(16, (200, 100), "HND"), GroupLayout(32, (50,), "HND")))
-    assert one.max_payload_bytes == 300
+    assert one.groups[0].payload_bytes == 300
     assert common_layout([one, one]) == one
     assert common_layout([one, other]) is None
     assert common_layout([]) is None

@@ -69,15 +69,6 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryPut:
-    """Write one block of a state group as the engine handed it over, valid at ``num_tokens``."""
-
-    group_id: int
-    block_id: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step asks of every worker; empty in most steps.
 

@@ -56,11 +56,6 @@ class StoreLayout:
 
     groups: tuple[GroupLayout, ...]
 
-    @property
-    def max_payload_bytes(self) -> int:
-        """The bytes of the largest block of any group."""
-        return max(group.payload_bytes for group in self.groups)
-
     def describe(self) -> list[list[object]]:
         """Return the layout as plain data, equal exactly when bytes are exchangeable."""
         return [

@@ -108,7 +108,7 @@ def test_a_row_is_the_layers_blocks_one_after_the_other() -> None:
     )
     assert out.tobytes() == expected
     assert blocks.layout.groups[0].segment_bytes == (8192,) * 3
-    assert blocks.layout.max_payload_bytes == 3 * 8192
+    assert blocks.layout.groups[0].payload_bytes == 3 * 8192
 
 
 def test_padded_pages_keep_their_padding() -> None:
