@@ -19,7 +19,9 @@ from pathlib import Path
 from kvtide.engines.vllm import demo_model
 from kvtide.engines.vllm.demo_process import build_model, require_vllm, run_engine
 from kvtide.engines.vllm.demo_run import BLOCK_SIZE, RunResult, RunSpec
-from kvtide.errors import EngineRunError
+from kvtide.errors import ConfigError, EngineRunError
+from kvtide.stores import open_store
+from kvtide.stores.url import StoreUrl
 from kvtide.units import format_size, parse_size
 
 OUTPUT_TOKENS = 24
@@ -74,11 +76,15 @@ def run_demo(
     ``runner`` what runs an engine (tests).
 
     Raises:
+        ConfigError: ``store`` is no URL of a pool that several processes can share.
+        StoreOpenError: the pool cannot be opened.
         EngineRunError: vLLM is missing, an engine failed, or the prompt does not fit the model;
             logs are kept then.
     """
     if runner is None:
         require_vllm()
+    if store is not None:
+        _check_store(store)
     prompt, warmup = prompts(model, prompt_tokens)
     logs = Path(tempfile.mkdtemp(prefix="kvtide-demo-"))
     with _pool(store) as url:
@@ -109,6 +115,16 @@ def run_demo(
     else:
         shutil.rmtree(logs, ignore_errors=True)
     return report
+
+
+def _check_store(url: str) -> None:
+    """Open the pool and close it, to say at once what an engine would say in half a minute."""
+    if StoreUrl.parse(url).scheme == "memory":
+        raise ConfigError(
+            f"--store {url}: a memory:// store lives in one process, and the demo runs three: use "
+            "for instance --store 'local:///dev/shm/kvtide?size=1GiB'"
+        )
+    open_store(url).close()
 
 
 def _own_model(logs: Path, progress: Progress) -> Path:
