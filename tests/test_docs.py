@@ -156,7 +156,7 @@ def test_every_page_is_in_the_navigation() -> None:
         assert f": {page.relative_to(DOCS)}\n" in navigation
 
 
-def test_links_to_sources_become_plain_text_on_the_site() -> None:
+def test_links_to_sources_name_the_file_on_the_site() -> None:
     """The site has no sources; with a repository named, the links lead there."""
     spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
     assert spec is not None
@@ -165,7 +165,9 @@ def test_links_to_sources_become_plain_text_on_the_site() -> None:
     spec.loader.exec_module(hooks)
     text = "see [`a`](../src/kvtide/a.py) and [b](b.md)"
     bare, named = SimpleNamespace(repo_url=None), SimpleNamespace(repo_url="https://host/k/")
-    assert hooks.on_page_markdown(text, config=bare) == "see `a` and [b](b.md)"
+    assert hooks.on_page_markdown(text, config=bare) == "see `a` (`src/kvtide/a.py`) and [b](b.md)"
+    inner = "([`a`](../src/a.py)), [`a.py`](../../src/a.py)"
+    assert hooks.on_page_markdown(inner, config=bare) == "(`a` in `src/a.py`), `src/a.py`"
     linked = "see [`a`](https://host/k/blob/main/src/kvtide/a.py) and [b](b.md)"
     assert hooks.on_page_markdown(text, config=named) == linked
 
