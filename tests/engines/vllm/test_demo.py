@@ -157,6 +157,7 @@ def test_the_json_has_exactly_the_promised_names() -> None:
         "saved_bytes",
         "loaded_bytes",
         "tokens_equal",
+        "cold_loaded_tokens",
     }
 
 
@@ -166,6 +167,48 @@ def test_the_table_shows_every_figure() -> None:
     for figure in ["2,048", "2,016", "300 ms", "30 ms", "280 ms", "10.0x as", "8MiB", "7.9MiB"]:
         assert figure in text
     assert "equal" in text
+
+
+def notes_of(cold: RunResult) -> str:
+    """Return the notes of a demo whose first engine did this."""
+    return " ".join(run_demo(runner=FakeRunner(RESULTS | {"cold": cold})).notes())
+
+
+def test_a_pool_that_held_the_prompt_already_is_noted() -> None:
+    """Otherwise 'cold' would be taken for an engine that had to compute the prompt."""
+    words = "The pool held this prompt already"
+    assert words not in notes_of(RESULTS["cold"])
+    loaded = notes_of(replace(RESULTS["cold"], loaded_tokens=2016, saved_bytes=0))
+    assert f"{words} (2,016 of its tokens): 'cold' loaded it too." in loaded
+    assert f"{words}: 'cold' saved nothing new." in notes_of(
+        replace(RESULTS["cold"], saved_bytes=0)
+    )
+    assert "Times are single samples" in loaded
+
+
+def test_only_a_pool_of_its_own_is_called_empty(tmp_path: Path) -> None:
+    """What the pool of ``store`` holds is not known."""
+    said: list[str] = []
+    run_demo(runner=FakeRunner(), progress=said.append)
+    assert "an empty pool" in said[0]
+    said.clear()
+    url = f"local://{tmp_path}/pool?size=16MiB"
+    run_demo(store=url, runner=FakeRunner(), progress=said.append)
+    assert "the pool of --store" in said[0]
+    assert "empty" not in " ".join(said)
+
+
+def test_a_demo_that_is_interrupted_says_where_its_logs_are(tmp_path: Path) -> None:
+    """Ctrl-C keeps the logs, as the last line says."""
+    said: list[str] = []
+
+    def interrupted(spec: RunSpec, logs: Path) -> RunResult:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(runner=interrupted, progress=said.append)
+    [logs] = tmp_path.glob("kvtide-demo-*")
+    assert said[-1] == f"stopped; the engines' logs are in {logs}"
 
 
 def test_prompts_are_the_same_each_time_and_share_no_block() -> None:
