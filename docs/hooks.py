@@ -9,7 +9,16 @@ _SOURCE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:src|tests|benchmarks)/[^)]+)\
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: object) -> str:  # noqa: ANN401
-    """Lead links to sources to the repository, or leave their text alone where none is named."""
+    """Lead links to sources to the repository, or name the file where no repository is named."""
     repository = (config.repo_url or "").rstrip("/")
-    target = rf"[\1]({repository}/blob/main/\2)" if repository else r"\1"
-    return _SOURCE.sub(target, markdown)
+
+    def told(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if repository:
+            return f"[{text}]({repository}/blob/main/{path})"
+        if text.strip("`") == path.rpartition("/")[2]:
+            return f"`{path}`"
+        in_parentheses = link.string[link.start() - 1 : link.start()] == "("
+        return f"{text} in `{path}`" if in_parentheses else f"{text} (`{path}`)"
+
+    return _SOURCE.sub(told, markdown)

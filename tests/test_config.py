@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.config import PoolConfig, options
-from kvtide.errors import ConfigError
+from kvtide.errors import ConfigError, UnsupportedModelError
 
 # Per case: the settings, the role, and for each fault the words that its sentence must have.
 BAD: list[tuple[dict[str, Any], str | None, list[list[str]]]] = [
@@ -89,6 +89,14 @@ def test_a_bad_configuration_is_refused_with_all_its_faults(
         assert any(all(word in fault for word in words) for fault in caught.value.faults), words
     for fault in caught.value.faults:
         assert fault in str(caught.value)
+
+
+def test_the_message_counts_what_is_wrong_by_its_kind() -> None:
+    """What a model is, is no setting; a single fault is the whole message."""
+    assert str(ConfigError(["a", "b"])) == "2 settings are wrong:\n  1. a\n  2. b"
+    refusal = str(UnsupportedModelError(["a", "b"]))
+    assert refusal == "2 things stand against this model or how it is run:\n  1. a\n  2. b"
+    assert str(UnsupportedModelError(["a"])) == "a"
 
 
 def test_no_settings_give_the_defaults() -> None:

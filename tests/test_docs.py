@@ -3,9 +3,13 @@
 import ast
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,9 +20,10 @@ from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport, StepPlan, unpack_block_ids
 from kvtide.core.saving import SaveLimits, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
-from kvtide.errors import KVTideError
+from kvtide.errors import ConfigError, KVTideError
 from kvtide.metrics import COUNTERS, GAUGES
 from kvtide.runtime.tags import tag_for
+from kvtide.stores import StoreUrl
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 
@@ -79,6 +84,33 @@ def test_every_law_of_a_store_is_in_the_guide() -> None:
     assert len(re.findall(r"^\d+\. ", guide, re.MULTILINE)) == 13
     for method in ("register", "exists", "put", "get", "remove", "close"):
         assert f"def {method}(" in guide
+
+
+def test_the_example_of_a_store_keeps_the_laws(tmp_path: Path) -> None:
+    """The guide's store passes the guide's tests, and opens by its URL."""
+    guide = (DOCS / "writing-a-store.md").read_text(encoding="utf-8")
+    store, tests = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)[-2:]
+    (tmp_path / "acme_kv").mkdir()
+    (tmp_path / "acme_kv" / "store.py").write_text(store)
+    (tmp_path / "test_store.py").write_text(tests)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_store.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    namespace: dict[str, Any] = {"__name__": "acme_kv.store"}
+    exec(store, namespace)  # noqa: S102 - our own page
+    url = f"folder://{tmp_path}/values?size=1MiB"
+    opened = namespace["open_folder"](StoreUrl.parse(url))
+    assert opened.capacity_bytes == 1 << 20
+    with pytest.raises(ConfigError, match="needs a size"):
+        namespace["open_folder"](StoreUrl.parse(f"folder://{tmp_path}/values"))
 
 
 def test_the_configuration_in_the_readme_is_accepted() -> None:
@@ -156,7 +188,7 @@ def test_every_page_is_in_the_navigation() -> None:
         assert f": {page.relative_to(DOCS)}\n" in navigation
 
 
-def test_links_to_sources_become_plain_text_on_the_site() -> None:
+def test_links_to_sources_name_the_file_on_the_site() -> None:
     """The site has no sources; with a repository named, the links lead there."""
     spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
     assert spec is not None
@@ -165,7 +197,9 @@ def test_links_to_sources_become_plain_text_on_the_site() -> None:
     spec.loader.exec_module(hooks)
     text = "see [`a`](../src/kvtide/a.py) and [b](b.md)"
     bare, named = SimpleNamespace(repo_url=None), SimpleNamespace(repo_url="https://host/k/")
-    assert hooks.on_page_markdown(text, config=bare) == "see `a` and [b](b.md)"
+    assert hooks.on_page_markdown(text, config=bare) == "see `a` (`src/kvtide/a.py`) and [b](b.md)"
+    inner = "([`a`](../src/a.py)), [`a.py`](../../src/a.py)"
+    assert hooks.on_page_markdown(inner, config=bare) == "(`a` in `src/a.py`), `src/a.py`"
     linked = "see [`a`](https://host/k/blob/main/src/kvtide/a.py) and [b](b.md)"
     assert hooks.on_page_markdown(text, config=named) == linked
 

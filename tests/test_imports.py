@@ -55,6 +55,19 @@ def test_the_command_line_starts_without_an_engine() -> None:
         assert "Usage: kvtide" in done.stdout
 
 
+def test_the_command_line_runs_as_a_module() -> None:
+    """``python -m kvtide`` is ``kvtide``, and calls itself so."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtide", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: kvtide [OPTIONS]")
+
+
 def test_the_connector_is_looked_up_only_when_asked_for() -> None:
     """Importing the vLLM package imports neither vLLM nor torch; unknown names are refused."""
     code = (

@@ -6,6 +6,7 @@ a single key is never an exception but a :class:`kvtide.stores.Status`.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class KVTideError(Exception):
@@ -19,18 +20,23 @@ class ConfigError(KVTideError):
     all of them.
     """
 
+    _several: ClassVar[str] = "{} settings are wrong:"
+    """What the message of several faults starts with, around their number."""
+
     def __init__(self, faults: str | Sequence[str]) -> None:
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
         if len(self.faults) == 1:
             message = self.faults[0]
         else:
             lines = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            message = f"{len(self.faults)} settings are wrong:{lines}"
+            message = self._several.format(len(self.faults)) + lines
         super().__init__(message)
 
 
 class UnsupportedModelError(ConfigError):
     """The engine runs a kind of model, or in a way, that kvtide cannot serve yet."""
+
+    _several: ClassVar[str] = "{} things stand against this model or how it is run:"
 
 
 class StoreError(KVTideError):

@@ -35,6 +35,7 @@ def test_success_prints_a_table_and_exits_with_0(monkeypatch: pytest.MonkeyPatch
     result = invoke(monkeypatch, GOOD)
     assert result.exit_code == 0
     assert "2,016" in result.stdout
+    assert result.stdout.endswith("Times are single samples of one request on this machine.\n")
     assert "engine 1 of 3" not in result.stdout
     assert "engine 1 of 3" in result.stderr
 

@@ -26,7 +26,7 @@ def main() -> None:
     # What a verb started or made is ended and removed when it is told to stop, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        cli()
+        cli(prog_name="kvtide")
     except KVTideError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)

@@ -7,6 +7,7 @@ import time
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
@@ -14,26 +15,30 @@ from kvtide.engines.vllm.demo import DemoReport, run_demo, table_rows
 
 
 class _Progress:
-    """Says what goes on, on stderr: a spinner on a terminal, plain lines elsewhere."""
+    """Says what goes on, on stderr: one line each, on a terminal with a spinner on the last."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
+        self._line = ""
         self._start = time.monotonic()
 
     def __call__(self, text: str) -> None:
         line = f"[{time.monotonic() - self._start:4.0f} s] {text}"
         if not self._console.is_terminal:
             click.echo(line, err=True)
-        elif self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
-        else:
-            self._status.update(text)
+            return
+        self.close()
+        self._line = line
+        self._status = self._console.status(escape(text))
+        self._status.start()
 
     def close(self) -> None:
+        """Replace the spinner by a line that stays: it may say where the logs are."""
         if self._status is not None:
             self._status.stop()
+            self._status = None
+            click.echo(self._line, err=True)
 
 
 @click.command("demo")
@@ -61,7 +66,7 @@ class _Progress:
 def command(*, model: str | None, store: str | None, prompt_tokens: int, as_json: bool) -> None:
     """Run one prompt through three vLLM engines, one after another.
 
-    The first fills an empty pool, the second loads from it, the third runs without kvtide. Exits
+    The first fills a pool, the second loads from it, the third runs without kvtide. Exits
     with 1 if their tokens differ or nothing was loaded. Takes about two minutes.
     """
     progress = _Progress()
@@ -84,3 +89,5 @@ def _print_table(report: DemoReport) -> None:
         table.add_row(name, value)
     # A width that the longest row fits, so that a narrow or absent terminal cuts nothing off.
     Console(width=84, highlight=False).print(table)
+    for note in report.notes():
+        click.echo(note)

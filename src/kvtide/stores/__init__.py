@@ -2,5 +2,6 @@
 
 from kvtide.stores.base import Status, Store
 from kvtide.stores.registry import open_store
+from kvtide.stores.url import StoreUrl
 
-__all__ = ["Status", "Store", "open_store"]
+__all__ = ["Status", "Store", "StoreUrl", "open_store"]

@@ -26,7 +26,7 @@ from kvtide.engines.vllm.demo_run import (
     RunSpec,
     engine_arguments,
 )
-from kvtide.errors import EngineRunError
+from kvtide.errors import ConfigError, EngineRunError
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +94,33 @@ def test_a_pool_made_for_the_demo_is_removed() -> None:
     assert not seen[0].exists()
 
 
-def test_a_pool_that_was_given_is_used_as_it_is() -> None:
-    """``store`` reaches the engines unchanged."""
+def test_a_pool_that_was_given_is_used_as_it_is(tmp_path: Path) -> None:
+    """``store`` reaches the engines unchanged, and is there afterwards."""
     runner = FakeRunner()
-    run_demo(store="memory://", runner=runner)
-    assert [spec.store for spec in runner.specs] == ["memory://", "memory://", None]
+    url = f"local://{tmp_path}/pool?size=16MiB"
+    run_demo(store=url, runner=runner)
+    assert [spec.store for spec in runner.specs] == [url, url, None]
+    assert (tmp_path / "pool").exists()
+
+
+@pytest.mark.parametrize(
+    "url,words",
+    [
+        ("memory://", "lives in one process, and the demo runs three"),
+        ("locale:///x", "no store is called 'locale': did you mean 'local'"),
+        ("local://{}/pool?sice=1GiB", "no parameter 'sice': did you mean 'size'"),
+        ("/dev/shm/pool", "has no scheme"),
+    ],
+)
+def test_a_store_that_cannot_serve_is_refused_before_an_engine_starts(
+    tmp_path: Path, url: str, words: str
+) -> None:
+    """The store's own message is the whole error; no engine has run, no folder is left."""
+    runner = FakeRunner()
+    with pytest.raises(ConfigError, match=words):
+        run_demo(store=url.format(tmp_path), runner=runner)
+    assert runner.specs == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("odd_one", ["cold", "warm", "plain"])
@@ -135,6 +157,7 @@ def test_the_json_has_exactly_the_promised_names() -> None:
         "saved_bytes",
         "loaded_bytes",
         "tokens_equal",
+        "cold_loaded_tokens",
     }
 
 
@@ -144,6 +167,48 @@ def test_the_table_shows_every_figure() -> None:
     for figure in ["2,048", "2,016", "300 ms", "30 ms", "280 ms", "10.0x as", "8MiB", "7.9MiB"]:
         assert figure in text
     assert "equal" in text
+
+
+def notes_of(cold: RunResult) -> str:
+    """Return the notes of a demo whose first engine did this."""
+    return " ".join(run_demo(runner=FakeRunner(RESULTS | {"cold": cold})).notes())
+
+
+def test_a_pool_that_held_the_prompt_already_is_noted() -> None:
+    """Otherwise 'cold' would be taken for an engine that had to compute the prompt."""
+    words = "The pool held this prompt already"
+    assert words not in notes_of(RESULTS["cold"])
+    loaded = notes_of(replace(RESULTS["cold"], loaded_tokens=2016, saved_bytes=0))
+    assert f"{words} (2,016 of its tokens): 'cold' loaded it too." in loaded
+    assert f"{words}: 'cold' saved nothing new." in notes_of(
+        replace(RESULTS["cold"], saved_bytes=0)
+    )
+    assert "Times are single samples" in loaded
+
+
+def test_only_a_pool_of_its_own_is_called_empty(tmp_path: Path) -> None:
+    """What the pool of ``store`` holds is not known."""
+    said: list[str] = []
+    run_demo(runner=FakeRunner(), progress=said.append)
+    assert "an empty pool" in said[0]
+    said.clear()
+    url = f"local://{tmp_path}/pool?size=16MiB"
+    run_demo(store=url, runner=FakeRunner(), progress=said.append)
+    assert "the pool of --store" in said[0]
+    assert "empty" not in " ".join(said)
+
+
+def test_a_demo_that_is_interrupted_says_where_its_logs_are(tmp_path: Path) -> None:
+    """Ctrl-C keeps the logs, as the last line says."""
+    said: list[str] = []
+
+    def interrupted(spec: RunSpec, logs: Path) -> RunResult:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(runner=interrupted, progress=said.append)
+    [logs] = tmp_path.glob("kvtide-demo-*")
+    assert said[-1] == f"stopped; the engines' logs are in {logs}"
 
 
 def test_prompts_are_the_same_each_time_and_share_no_block() -> None:
@@ -192,6 +257,55 @@ def test_a_failed_engine_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert "the cold engine failed with exit code 1" in message
     assert str(tmp_path / "b.log") in message
     assert "no_such_module" in message
+
+
+LOG = """\
+INFO 11-29 17:00:00 [scheduler.py:1] kvtide 0.1
+(EngineCore pid=7) ERROR 11-29 17:00:01 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-29 17:00:01 [core.py:1]     raise ConfigError(faults)
+(EngineCore pid=7) ERROR 11-29 17:00:01 [core.py:1] kvtide.errors.ConfigError: 2 settings are wrong:
+(EngineCore pid=7) ERROR 11-29 17:00:01 [core.py:1]   1. first fault
+(EngineCore pid=7) ERROR 11-29 17:00:01 [core.py:1]   2. second fault
+(EngineCore pid=7) Process EngineCore:
+(EngineCore pid=7) Traceback (most recent call last):
+(EngineCore pid=7)     raise ConfigError(faults)
+(EngineCore pid=7) kvtide.errors.ConfigError: 2 settings are wrong:
+(EngineCore pid=7)   1. first fault
+(EngineCore pid=7)   2. second fault
+Traceback (most recent call last):
+  File "llm.py", line 1, in __init__
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+FAULTS = "2 settings are wrong:\n  1. first fault\n  2. second fault"
+
+
+@pytest.mark.parametrize(
+    "log,message",
+    [
+        pytest.param(LOG, FAULTS, id="in a worker's last words"),
+        pytest.param("".join(LOG.splitlines(keepends=True)[:6]), FAULTS, id="in a log record"),
+        pytest.param("kvtide.errors.StoreOpenError: it is full\n\nmore\n", "it is full", id="bare"),
+        pytest.param("RuntimeError: no kvtide.errors here\n", None, id="not ours"),
+    ],
+)
+def test_the_reason_that_kvtide_gave_is_found_in_a_log(
+    tmp_path: Path, log: str, message: str | None
+) -> None:
+    """It is the last error of ours, all its lines, without what the log puts before each."""
+    (tmp_path / "log").write_text(log)
+    assert demo_process._our_error(tmp_path / "log") == message
+
+
+def test_an_engine_that_kvtide_refused_shows_the_reason_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is the refusal and where the log is, nothing of the log's end."""
+    (tmp_path / "refuse.py").write_text(f"import sys\nprint({LOG!r})\nsys.exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineRunError) as caught:
+        demo_process._run_module("refuse", [], tmp_path / "log", "the cold engine")
+    log = tmp_path / "log"
+    assert str(caught.value) == f"the cold engine failed: {FAULTS}\nIts log is {log}"
 
 
 def test_an_engine_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from pathlib import Path
 from kvtide.engines.vllm import demo_model
 from kvtide.engines.vllm.demo_process import build_model, require_vllm, run_engine
 from kvtide.engines.vllm.demo_run import BLOCK_SIZE, RunResult, RunSpec
-from kvtide.errors import EngineRunError
+from kvtide.errors import ConfigError, EngineRunError
+from kvtide.stores import open_store
+from kvtide.stores.url import StoreUrl
 from kvtide.units import format_size, parse_size
 
 OUTPUT_TOKENS = 24
@@ -44,6 +46,7 @@ class DemoReport:
     saved_bytes: int
     loaded_bytes: int
     tokens_equal: bool
+    cold_loaded_tokens: int = 0
 
     def to_json(self) -> str:
         """Return the report as one JSON object."""
@@ -57,6 +60,18 @@ class DemoReport:
         if self.loaded_tokens == 0:
             faults.append("the second engine loaded nothing from the pool")
         return faults
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the figures has to know, one sentence each."""
+        notes = ["Times are single samples of one request on this machine."]
+        if self.cold_loaded_tokens:
+            notes.append(
+                f"The pool held this prompt already ({self.cold_loaded_tokens:,} of its tokens): "
+                "'cold' loaded it too."
+            )
+        elif self.saved_bytes == 0 and self.loaded_tokens:
+            notes.append("The pool held this prompt already: 'cold' saved nothing new.")
+        return notes
 
 
 def run_demo(
@@ -74,19 +89,26 @@ def run_demo(
     ``runner`` what runs an engine (tests).
 
     Raises:
+        ConfigError: ``store`` is no URL of a pool that several processes can share.
+        StoreOpenError: the pool cannot be opened.
         EngineRunError: vLLM is missing, an engine failed, or the prompt does not fit the model;
-            logs are kept then.
+            logs are kept then, and where the demo is told to stop.
     """
     if runner is None:
         require_vllm()
+    if store is not None:
+        _check_store(store)
     prompt, warmup = prompts(model, prompt_tokens)
     logs = Path(tempfile.mkdtemp(prefix="kvtide-demo-"))
-    with _pool(store) as url:
+    pool = "an empty pool: computes the prompt and saves its KV cache"
+    if store is not None:
+        pool = "the pool of --store: computes what of the prompt it does not hold, and saves that"
+    results: dict[str, RunResult] = {}
+    with _told_where(logs, progress), _pool(store) as url:
         if model is None and runner is None:
             model = str(_own_model(logs, progress))
-        results: dict[str, RunResult] = {}
-        for name, pool, what in [
-            ("cold", url, "an empty pool: computes the prompt and saves its KV cache"),
+        for name, engine_store, what in [
+            ("cold", url, pool),
             ("warm", url, "a new process on the same pool: loads it"),
             ("plain", None, "without kvtide: computes it, to compare"),
         ]:
@@ -98,7 +120,7 @@ def run_demo(
                     prompt=prompt,
                     warmup=warmup,
                     output_tokens=OUTPUT_TOKENS,
-                    store=pool,
+                    store=engine_store,
                     stats_path=str(logs / f"{name}.stats.json"),
                 ),
                 logs,
@@ -109,6 +131,26 @@ def run_demo(
     else:
         shutil.rmtree(logs, ignore_errors=True)
     return report
+
+
+@contextlib.contextmanager
+def _told_where(logs: Path, progress: Progress) -> Iterator[None]:
+    """Say where the logs are if the demo is told to stop, by Ctrl-C or a signal."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        progress(f"stopped; the engines' logs are in {logs}")
+        raise
+
+
+def _check_store(url: str) -> None:
+    """Open the pool and close it, to say at once what an engine would say in half a minute."""
+    if StoreUrl.parse(url).scheme == "memory":
+        raise ConfigError(
+            f"--store {url}: a memory:// store lives in one process, and the demo runs three: use "
+            "for instance --store 'local:///dev/shm/kvtide?size=1GiB'"
+        )
+    open_store(url).close()
 
 
 def _own_model(logs: Path, progress: Progress) -> Path:
@@ -133,6 +175,7 @@ def _report(results: dict[str, RunResult], prompt_tokens: int) -> DemoReport:
         loaded_bytes=warm.loaded_bytes,
         tokens_equal=cold.tokens == warm.tokens == plain.tokens
         and len(plain.tokens) == OUTPUT_TOKENS,
+        cold_loaded_tokens=cold.loaded_tokens,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ TIMEOUT_S = 600.0
 """An engine starts in 15 to 30 seconds; one that takes this long hangs."""
 
 _TAIL_LINES = 15
+
+_OUR_ERROR = re.compile(r"((?:.* )?)kvtide\.errors\.\w+: (.*)")
+"""A line of a traceback that names an error of ours, behind whatever the log puts before it."""
 
 # Set for every run alike, since each of these can change how sums are rounded; a user's own value
 # wins only where that cannot happen.
@@ -52,7 +56,8 @@ def run_engine(spec: RunSpec, logs: Path) -> RunResult:
     """Run ``spec`` in a process of its own, with a log in ``logs``.
 
     Raises:
-        EngineRunError: it failed or took too long; the message ends in the last lines of its log.
+        EngineRunError: it failed or took too long; the message has the reason that kvtide gave in
+            the engine's log, or where it gave none, the log's last lines.
     """
     spec_path = logs / f"{spec.name}.spec.json"
     result_path = logs / f"{spec.name}.result.json"
@@ -82,6 +87,9 @@ def _run_module(module: str, arguments: Sequence[str], log: Path, what: str) -> 
         finally:
             _end_group(child)
     if code != 0:
+        cause = _our_error(log)
+        if cause is not None:
+            raise EngineRunError(f"{what} failed: {cause}\nIts log is {log}")
         reason = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
         raise EngineRunError(f"{what} {reason}{_tail(log)}")
 
@@ -95,7 +103,32 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
+def _our_error(log: Path) -> str | None:
+    """Return the message of the last of kvtide's own errors in a log, ``None`` where it has none.
+
+    vLLM buries it: the process that failed logs the traceback, each line behind a prefix, and the
+    ones that waited for it add theirs, which only say that something failed.
+    """
+    lines = _lines(log)
+    for index in reversed(range(len(lines))):
+        found = _OUR_ERROR.match(lines[index])
+        if found:
+            prefix, message = found.groups()
+            message_lines = [message]
+            for line in lines[index + 1 :]:
+                # Numbered faults are indented; what follows the error in a traceback is not.
+                if not line.startswith(f"{prefix}  "):
+                    break
+                message_lines.append(line.removeprefix(prefix))
+            return "\n".join(message_lines)
+    return None
+
+
 def _tail(log: Path) -> str:
     """Return where the log is and its last lines, as the end of a message."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    lines = _lines(log)[-_TAIL_LINES:]
     return "\n".join([f"; the last lines of {log}:", *(f"  | {line}" for line in lines)])
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()
