@@ -157,7 +157,6 @@ def test_the_json_has_exactly_the_promised_names() -> None:
         "saved_bytes",
         "loaded_bytes",
         "tokens_equal",
-        "cold_loaded_tokens",
     }
 
 

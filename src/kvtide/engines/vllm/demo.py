@@ -47,10 +47,13 @@ class DemoReport:
     loaded_bytes: int
     tokens_equal: bool
     cold_loaded_tokens: int = 0
+    """Not 0 where the pool of ``--store`` held the prompt already."""
 
     def to_json(self) -> str:
-        """Return the report as one JSON object."""
-        return json.dumps(asdict(self))
+        """Return what the table shows as one JSON object."""
+        shown = asdict(self)
+        del shown["cold_loaded_tokens"]
+        return json.dumps(shown)
 
     def faults(self) -> list[str]:
         """Return why the demo has failed, one sentence each; none where it has succeeded."""
