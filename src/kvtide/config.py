@@ -46,7 +46,10 @@ def _number(low: float, high: float = math.inf, *, above: bool = False) -> Check
     def check(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _FaultError(accepted)
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise _FaultError(accepted) from None
         if not math.isfinite(number) or not low <= number <= high or (above and number == low):
             raise _FaultError(accepted)
         return number

@@ -70,7 +70,7 @@ def short_answer(rank: Rank) -> None:
     )
 
 
-def throw(error: Exception) -> Callable[[Rank], None]:
+def throw(error: BaseException) -> Callable[[Rank], None]:
     """Raise in the second part."""
 
     def arrange(rank: Rank) -> None:
@@ -365,3 +365,31 @@ def test_a_load_writes_only_after_what_the_engine_had_issued_on_its_blocks() -> 
         loading.join(WAIT_S)
     assert [rank.blocks.content(0, block) for block in TARGETS] == contents
     assert (rank.finished, rank.failed) == (["a"], [])
+
+
+@pytest.mark.parametrize("status", [Status.MISSING, Status.FAILED])
+def test_a_value_that_exists_but_cannot_be_had_is_removed(status: Status) -> None:
+    """Else every request with its prefix pays a failed load, and nobody writes it anew."""
+    rank, _ = saved_rank()
+    answer(status, 3)(rank)
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.failed == ["a"]
+    assert rank.report.failed_loads == {"a": 12}
+    assert rank.key("a", 3) not in rank.scripted.values
+    assert rank.key("a", 4) in rank.scripted.values, "only the one at which the load stopped"
+    assert rank.report.bad_keys == set()
+
+
+def test_a_panic_of_a_native_store_client_ends_no_thread() -> None:
+    """It derives from ``BaseException``; the next load is served by the same thread."""
+
+    class PanicError(BaseException):
+        """As Rust bindings raise it."""
+
+    rank, contents = saved_rank()
+    throw(PanicError("at the store"))(rank)
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.failed == ["a"]
+    rank.scripted.hooks.clear()
+    rank.step(rank.load_job("a", 0, 32, TARGETS, request_id="again"))
+    assert [rank.blocks.content(0, block) for block in TARGETS] == contents

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from kvtide.errors import ConfigError
 
 MIB = 1 << 20
+MAY_BE_ZERO = ("stage_wait_s", "flush_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class WorkerLimits:
             f"{item.name} must be positive, not {getattr(self, item.name)}"
             for item in fields(self)
             if getattr(self, item.name) <= 0
-            and not (item.name == "stage_wait_s" and self.stage_wait_s == 0)
+            and not (item.name in MAY_BE_ZERO and getattr(self, item.name) == 0)
         ]
         if faults:
             raise ConfigError(faults)

@@ -183,7 +183,7 @@ class LookupExecutor:
                     return
             try:
                 self.run_round()
-            except Exception:  # noqa: BLE001 - logged there; the thread must outlive any fault
+            except BaseException:  # noqa: BLE001 - logged there; the thread must outlive anything
                 self._faults.exception("a round of lookups failed")
 
     def run_pending(self) -> None:
@@ -196,8 +196,8 @@ class LookupExecutor:
         entries = self._take_round()
         try:
             answers = self._ask(entries)
-        except Exception:  # noqa: BLE001 - logged there; a fault of the store is a miss
-            self._faults.exception("looking up failed")
+        except BaseException:  # noqa: BLE001 - a panic of a native client is no Exception
+            self._faults.exception("looking up failed")  # and a miss
             self._count("lookup_errors", len(entries))
             for entry in entries:
                 self._answer(entry, miss(entry.query))

@@ -84,7 +84,8 @@ class Service(ABC, Generic[_Item, _Work]):
     def _guarded(self, work: _Work) -> None:
         try:
             self._serve(work)
-        except Exception:  # noqa: BLE001 - logged there; the thread must outlive any fault
+        except BaseException:  # noqa: BLE001 - a panic of a native client is no Exception
+            # Logged there; a thread that ended would take saving or loading with it for good.
             self.faults.exception(f"{self.name} met a fault")
 
     def close(self) -> None:

@@ -226,7 +226,29 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         )
         if wrong:
             self._distrust(wrong)
+        self._forget_phantoms(values, statuses, unproven)
         return min(unproven, default=None)
+
+    def _forget_phantoms(
+        self, values: Sequence[PartValue], statuses: Sequence[Status], unproven: Sequence[int]
+    ) -> None:
+        """Remove the value at which the load stops, if the store had none to give.
+
+        It was promised, so the store says that it exists: if that stays so, every request with
+        this prefix pays a failed load, and nobody ever writes the value anew. Only this one: a
+        store that fails for a moment must not lose all that was asked of it.
+        """
+        stop_token = min(unproven, default=None)
+        phantoms = [
+            value.key
+            for value, status in zip(values, statuses, strict=True)
+            if value.token == stop_token and status in (Status.MISSING, Status.FAILED)
+        ]
+        if phantoms:
+            self._bad_keys.add(phantoms)
+            removed = remove_keys(self._store, phantoms)
+            self._bad_keys.discard(removed)
+            self._ledger.report_keys(bad=set(phantoms) - removed)
 
     def _batch(self, values: Sequence[PartValue]) -> Batch:
         address = self._slab.address

@@ -93,6 +93,11 @@ class SchedulerSide:
             ConfigError: the ranks lay their bytes out differently.
         """
         layouts = [handshake.layout for handshake in handshakes]
+        if not layouts:
+            raise ConfigError(
+                "no rank told its memory layout: inside MultiConnector only the first connector's "
+                "handshake arrives, so list KVTideConnector first in its connectors"
+            )
         layout = common_layout(layouts)
         if layout is None:
             raise ConfigError(

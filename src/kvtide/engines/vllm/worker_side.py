@@ -16,11 +16,13 @@ from kvtide.engines.vllm import features
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import GroupPlan
+from kvtide.errors import ConfigError
 from kvtide.runtime.context import StoreShare
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker, WorkerResults
 from kvtide.stores import Store
+from kvtide.units import format_size
 
 
 class WorkerSide:
@@ -51,26 +53,32 @@ class WorkerSide:
         config = self._config
         traits = features.attention_traits(self._vllm_config, kv_caches)
         self._blocks = TensorBlocks(kv_caches, self._kv_cache_config, self._plan.group_ids, traits)
-        self._worker = PoolWorker(
-            self._blocks,
-            self._store,
-            PrefixDatabases(
-                [group.block_size for group in self._plan.groups],
-                self._plan.hash_block_size,
-                self._rank,
-            ),
-            share=StoreShare(
-                lambda job: self._coordinator.store_mask(job.end_token, job.start_token)
-            ),
-            limits=WorkerLimits(
-                staging_bytes=config.staging_size,
-                load_staging_bytes=config.staging_size,
-                save_timeout_s=config.save_timeout_s,
-                load_timeout_s=config.load_timeout_s,
-                max_bad_keys=config.max_bad_keys,
-                flush_timeout_s=config.flush_timeout_s,
-            ),
-        )
+        try:
+            self._worker = PoolWorker(
+                self._blocks,
+                self._store,
+                PrefixDatabases(
+                    [group.block_size for group in self._plan.groups],
+                    self._plan.hash_block_size,
+                    self._rank,
+                ),
+                share=StoreShare(
+                    lambda job: self._coordinator.store_mask(job.end_token, job.start_token)
+                ),
+                limits=WorkerLimits(
+                    staging_bytes=config.staging_size,
+                    load_staging_bytes=config.staging_size,
+                    save_timeout_s=config.save_timeout_s,
+                    load_timeout_s=config.load_timeout_s,
+                    max_bad_keys=config.max_bad_keys,
+                    flush_timeout_s=config.flush_timeout_s,
+                ),
+            )
+        except (OSError, MemoryError, OverflowError) as error:
+            raise ConfigError(
+                f"staging_size is {format_size(config.staging_size)}, and twice that, for saving "
+                f"and for loading, cannot be had from this machine ({error}): set it lower"
+            ) from error
 
     def handshake(self) -> KVTideHandshake | None:
         """Return this rank's layout, once there is one."""
