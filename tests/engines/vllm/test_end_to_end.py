@@ -283,3 +283,52 @@ def test_inside_a_multi_connector_it_works_if_failed_loads_are_recomputed(
         [output] = one.run(PROMPT)
         assert list(output.outputs[0].token_ids) == expected["prompt"]
         assert output.num_cached_tokens == FULL_BLOCKS
+
+
+def test_drafts_are_never_saved_and_speculation_changes_no_token(
+    model: Path, pool_url: str, expected: dict[str, list[int]]
+) -> None:
+    """With n-gram drafts and decode saving: the next turn finds only accepted tokens."""
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
+    options = {"save_decode_cache": True}
+    with engine(model, pool_url, options=options, speculative_config=speculation) as cold:
+        [answer] = cold.generate(PROMPT, num_tokens=80)
+        assert answer == expected["longer"]
+        cold.settle()
+    turn = PROMPT + answer
+    with engine(model, None) as plain:
+        [want] = plain.generate(turn)
+    with engine(model, pool_url, speculative_config=speculation) as warm:
+        [output] = warm.run(turn)
+        assert list(output.outputs[0].token_ids) == want
+        assert output.num_cached_tokens == (len(turn) - 1) // BLOCK * BLOCK
+
+
+def test_aborts_at_any_moment_leave_nothing_behind(model: Path, pool_url: str) -> None:
+    """While they wait, load, compute and save: blocks, pins and jobs return to zero."""
+    from vllm import SamplingParams
+
+    prompts = [prompt_of(400, seed=seed) for seed in range(4)]
+    parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+    with engine(model, pool_url, num_gpu_blocks_override=40) as one:
+        one.generate(*prompts)
+        one.settle()
+        for num_steps in range(12):
+            one.forget_local()
+            ids = [f"abort-{num_steps}-{number}" for number in range(4)]
+            for request_id, prompt in zip(ids, prompts, strict=True):
+                one.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, parameters)
+            for _ in range(num_steps):
+                one.llm.llm_engine.step()
+            one.llm.llm_engine.abort_request(ids)
+            one.step_until(lambda: not one.core.scheduler.has_requests())
+            one.settle()
+            one.pool.check_integrity()
+            one.worker.check_idle()
+        assert one.pool.num_loads == one.pool.num_inquiries == 0
+        assert one.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
