@@ -44,6 +44,7 @@ from kvtide.units import format_size
 
 DEFAULT_LOCK_TIMEOUT_S = 2.0
 _SETUP_TIMEOUT_S = 60.0
+_OPEN_INDEX_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_PATH_EVERY_S = 1.0
 _READERS_PAUSE_S = 1e-3
@@ -117,12 +118,12 @@ class LocalStore(Store):
         self._owner: Owner = owner
         marker = files.read_marker(self.path)
         if marker is not None and not files.is_usable(self.path, marker):
-            if not alone:
-                raise StoreOpenError(
-                    f"{self.path} is damaged and in use: stop the processes that use it, then retry"
-                )
             size_bytes = size_bytes or marker.size_bytes
             marker = None
+        if marker is None and not alone:
+            raise StoreOpenError(
+                f"{self.path} is damaged and in use: stop the processes that use it, then retry"
+            )
         if marker is None:
             marker = files.create_pool(self.path, size_bytes)
         elif size_bytes is not None and num_pages_of(size_bytes) != marker.size_bytes // PAGE_BYTES:
@@ -134,7 +135,14 @@ class LocalStore(Store):
         num_pages = marker.size_bytes // PAGE_BYTES
         self._slab = Slab(self.path / files.SLAB, self.path / files.PAGES, num_pages)
         index_path = self.path / files.INDEX
-        self._index = LocalIndex(index_path, marker.index_bytes, self._slab, self._locks)
+        try:
+            # Opening writes, and LMDB itself would wait for a stopped writer without end.
+            with self._locks.writing(_OPEN_INDEX_TIMEOUT_S):
+                self._index = LocalIndex(index_path, marker.index_bytes, self._slab, self._locks)
+        except LockTimeoutError:
+            raise StoreOpenError(
+                f"a process that uses this pool ({self.path}) is stopped: resume or end it"
+            ) from None
         # LMDB leaves holes in its map; without this a full disk would be a SIGBUS later.
         preallocate(index_path, marker.index_bytes)
         self._marker = files.in_use(marker)
