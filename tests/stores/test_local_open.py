@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvtide.stores import Status, local_files
+from kvtide.errors import ConfigError, StoreOpenError
+from kvtide.stores import Status, local_files, open_store
 from kvtide.stores.local import LocalStore
 from kvtide.testing import Arena
 
@@ -80,3 +85,108 @@ def test_a_pool_in_use_without_its_marker_is_not_made_anew(path: Path) -> None:
     store = LocalStore(path)
     assert store.exists(["a"]) == [True]
     store.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size_bytes": "x"},
+        {"size_bytes": None},
+        {"size_bytes": True},
+        {"size_bytes": 0},
+        {"size_bytes": -4096},
+        {"size_bytes": 1 << 20 | 1},
+        {"size_bytes": 1 << 80},
+        {"index_bytes": 1.5},
+        {"index_bytes": 0},
+        {"boot_id": 5},
+        {"is_clean": "no"},
+        {"format_version": "1"},
+    ],
+)
+def test_a_marker_that_lies_is_refused(path: Path, change: dict[str, Any]) -> None:
+    """A size of the wrong type or out of range is damage, and is named with its cure."""
+    LocalStore(path, 1 << 20).close()
+    marker = path / local_files.MARKER
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), **change}))
+    with pytest.raises(StoreOpenError, match="remove the directory"):
+        LocalStore(path)
+
+
+def test_a_marker_too_deep_to_read_is_refused(path: Path) -> None:
+    """What exhausts the JSON parser is not a marker."""
+    LocalStore(path, 1 << 20).close()
+    (path / local_files.MARKER).write_text("[" * 100_000)
+    with pytest.raises(StoreOpenError, match="remove the directory"):
+        LocalStore(path)
+
+
+@pytest.mark.parametrize("name", ["locks", "slab", "index.lmdb"])
+@pytest.mark.parametrize("kind", ["directory", "fifo"])
+def test_what_should_be_a_file_and_is_not(path: Path, name: str, kind: str) -> None:
+    """It is replaced where that is safe, and refused with the cure where not."""
+    path.mkdir()
+    make = os.mkdir if kind == "directory" else os.mkfifo
+    make(path / name)
+    if name != "locks" and kind == "fifo":
+        LocalStore(path, 1 << 20).close()
+        return
+    with pytest.raises(StoreOpenError, match="remove the directory"):
+        LocalStore(path, 1 << 20)
+
+
+def test_a_corrupted_index_is_refused_with_its_cure(path: Path) -> None:
+    """LMDB's own message does not say what to do."""
+    LocalStore(path, 1 << 20).close()
+    index = path / local_files.INDEX
+    index.write_bytes(b"\xff" * index.stat().st_size)
+    with pytest.raises(StoreOpenError, match="remove the directory"):
+        LocalStore(path)
+
+
+def test_no_space_to_open_what_is_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk keeps the pool, and the message says what helps."""
+    store = LocalStore(path, 1 << 20)
+    Arena(store).put([("a", b"abc")])
+    store.close()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(StoreOpenError, match="free some space"):
+            LocalStore(path)
+    store = LocalStore(path)
+    assert store.exists(["a"]) == [True]
+    store.close()
+
+
+@pytest.mark.parametrize("text", ["/tmp/a%00b", "/tmp/a\0b", "/tmp/a\ud800b"])
+def test_a_path_that_cannot_be_is_refused(text: str) -> None:
+    """A NUL and half a surrogate pair are faults of the URL, and of the path."""
+    with pytest.raises(ConfigError, match="character that no path can have"):
+        open_store(f"local://{text}?size=1MiB")
+    with pytest.raises(StoreOpenError, match="choose another path"):
+        LocalStore(text.replace("%00", "\0"), 1 << 20)
+
+
+def test_a_loop_of_links_is_refused(path: Path) -> None:
+    """A link to itself leads nowhere."""
+    path.symlink_to(path)
+    with pytest.raises(StoreOpenError, match="choose another path"):
+        open_store(f"local://{path}?size=1MiB")
+
+
+@pytest.mark.parametrize(
+    "parameters, says",
+    [
+        ("lock_timeout_ms=9223372036854775", "a day"),
+        (f"lock_timeout_ms={'9' * 5000}", "a day"),
+        ("size=9999999999999999GiB", "more than any machine"),
+    ],
+)
+def test_a_number_without_measure_is_refused(path: Path, parameters: str, says: str) -> None:
+    """What would overflow later is a fault of the URL."""
+    with pytest.raises(ConfigError, match=says):
+        open_store(f"local://{path}?{parameters}")

@@ -38,7 +38,7 @@ from kvtide.stores.local_locks import AlreadyOpenError, LockTimeoutError, Owner,
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
 from kvtide.stores.running_calls import RunningCalls
-from kvtide.stores.slab import Slab, preallocate
+from kvtide.stores.slab import Slab
 from kvtide.stores.url import StoreUrl, UrlReader
 from kvtide.units import format_size
 
@@ -80,7 +80,12 @@ class LocalStore(Store):
         *,
         lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
     ) -> None:
-        self.path = Path(path).resolve()
+        try:
+            self.path = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a surrogate
+            raise StoreOpenError(
+                f"{str(path)!r} is no path of a directory ({error}): choose another path"
+            ) from error
         self._lock_timeout_s = lock_timeout_s
         self._regions = RegionSet()
         self._pid = os.getpid()
@@ -95,6 +100,8 @@ class LocalStore(Store):
                 f"{self.path} is already open in this process, or was when it was forked: share it"
                 " by open_store; open it after a fork, or start processes with spawn"
             ) from None
+        except OSError as error:
+            raise files.cannot_open(self.path, error) from error
         try:
             with self._locks.setting_up(_SETUP_TIMEOUT_S):
                 self._open(size_bytes)
@@ -105,7 +112,7 @@ class LocalStore(Store):
             ) from None
         except (OSError, lmdb.Error) as error:
             self._locks.close()
-            raise StoreOpenError(f"{self.path} cannot be opened: {error}") from error
+            raise files.cannot_open(self.path, error) from error
         except BaseException:
             self._locks.close()
             raise
@@ -144,9 +151,13 @@ class LocalStore(Store):
                 f"a process that uses this pool ({self.path}) is stopped: resume or end it"
             ) from None
         # LMDB leaves holes in its map; without this a full disk would be a SIGBUS later.
-        preallocate(index_path, marker.index_bytes)
-        self._marker = files.in_use(marker)
-        files.write_marker(self.path, self._marker)
+        try:
+            files.fill_holes(index_path, marker.index_bytes)
+            self._marker = files.in_use(marker)
+            files.write_marker(self.path, self._marker)
+        except BaseException:
+            self._index.close()
+            raise
         self._identity = _identity_of(self.path / files.SLAB)
 
     def register(self, region: Region) -> None:

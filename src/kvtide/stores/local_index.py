@@ -118,7 +118,10 @@ class LocalIndex:
         self._extents = self._env.open_db(b"extents")
         self._meta = self._env.open_db(b"meta")
         with self._env.begin(write=True) as txn:
-            if txn.get(_STATE, db=self._meta) is None:
+            state = txn.get(_STATE, db=self._meta)
+            if state is not None and len(state) != _META.size:
+                raise lmdb.CorruptedError("the index is damaged")
+            if state is None:
                 Extent(0, slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
                 txn.put(_STATE, _META.pack(0, 2), db=self._meta)
 
