@@ -144,6 +144,19 @@ def test_a_corrupted_index_is_refused_with_its_cure(path: Path) -> None:
         LocalStore(path)
 
 
+def test_a_damaged_state_is_refused_as_often_as_one_tries(path: Path) -> None:
+    """A refused opening leaves nothing open, even while its error is kept."""
+    store = LocalStore(path, 1 << 20)
+    with store._index._env.begin(write=True) as txn:
+        txn.put(b"state", b"?", db=store._index._meta)
+    store.close()
+    with pytest.raises(StoreOpenError, match="the index is damaged") as first:
+        LocalStore(path)
+    with pytest.raises(StoreOpenError, match="the index is damaged") as second:
+        LocalStore(path)
+    assert first.value is not second.value
+
+
 def test_no_space_to_open_what_is_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk keeps the pool, and the message says what helps."""
     store = LocalStore(path, 1 << 20)

@@ -115,6 +115,13 @@ class LocalIndex:
             meminit=False,
             readahead=False,
         )
+        try:
+            self._open_tables()
+        except BaseException:
+            self._env.close()  # or the process could not open it again
+            raise
+
+    def _open_tables(self) -> None:
         self._env.reader_check()
         self._keys = self._env.open_db(b"keys")
         self._extents = self._env.open_db(b"extents")
@@ -124,7 +131,7 @@ class LocalIndex:
             if state is not None and len(state) != _META.size:
                 raise lmdb.CorruptedError("the index is damaged")
             if state is None:
-                Extent(0, slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
+                Extent(0, self._slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
                 txn.put(_STATE, _META.pack(0, 2), db=self._meta)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
