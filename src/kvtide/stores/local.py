@@ -3,12 +3,17 @@
 An LMDB index says where a value lies in one preallocated, memory-mapped slab. A put is in two
 phases: pages are reserved under the write lock, filled outside any lock, and published under the
 lock again. A get copies, and then looks whether the pages are still what the index promised.
+
+Never truncate a file of a pool that is in use: it is mapped, and whoever touches a page that is
+gone dies of SIGBUS. Each process looks once a second and then refuses further calls, but what it
+touches before is not caught. Removing the whole directory is safe: mapped files outlive it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,12 +43,13 @@ from kvtide.stores.local_locks import AlreadyOpenError, LockTimeoutError, Owner,
 from kvtide.stores.memory_buffer import PAGE_BYTES
 from kvtide.stores.regions import RegionSet
 from kvtide.stores.running_calls import RunningCalls
-from kvtide.stores.slab import Slab, preallocate
+from kvtide.stores.slab import Slab
 from kvtide.stores.url import StoreUrl, UrlReader
 from kvtide.units import format_size
 
 DEFAULT_LOCK_TIMEOUT_S = 2.0
 _SETUP_TIMEOUT_S = 60.0
+_OPEN_INDEX_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_PATH_EVERY_S = 1.0
 _READERS_PAUSE_S = 1e-3
@@ -79,7 +85,12 @@ class LocalStore(Store):
         *,
         lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
     ) -> None:
-        self.path = Path(path).resolve()
+        try:
+            self.path = Path(path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a surrogate
+            raise StoreOpenError(
+                f"{str(path)!r} is no path of a directory ({error}): choose another path"
+            ) from error
         self._lock_timeout_s = lock_timeout_s
         self._regions = RegionSet()
         self._pid = os.getpid()
@@ -94,6 +105,8 @@ class LocalStore(Store):
                 f"{self.path} is already open in this process, or was when it was forked: share it"
                 " by open_store; open it after a fork, or start processes with spawn"
             ) from None
+        except OSError as error:
+            raise files.cannot_open(self.path, error) from error
         try:
             with self._locks.setting_up(_SETUP_TIMEOUT_S):
                 self._open(size_bytes)
@@ -104,7 +117,7 @@ class LocalStore(Store):
             ) from None
         except (OSError, lmdb.Error) as error:
             self._locks.close()
-            raise StoreOpenError(f"{self.path} cannot be opened: {error}") from error
+            raise files.cannot_open(self.path, error) from error
         except BaseException:
             self._locks.close()
             raise
@@ -117,12 +130,12 @@ class LocalStore(Store):
         self._owner: Owner = owner
         marker = files.read_marker(self.path)
         if marker is not None and not files.is_usable(self.path, marker):
-            if not alone:
-                raise StoreOpenError(
-                    f"{self.path} is damaged and in use: stop the processes that use it, then retry"
-                )
             size_bytes = size_bytes or marker.size_bytes
             marker = None
+        if marker is None and not alone:
+            raise StoreOpenError(
+                f"{self.path} is damaged and in use: stop the processes that use it, then retry"
+            )
         if marker is None:
             marker = files.create_pool(self.path, size_bytes)
         elif size_bytes is not None and num_pages_of(size_bytes) != marker.size_bytes // PAGE_BYTES:
@@ -134,12 +147,23 @@ class LocalStore(Store):
         num_pages = marker.size_bytes // PAGE_BYTES
         self._slab = Slab(self.path / files.SLAB, self.path / files.PAGES, num_pages)
         index_path = self.path / files.INDEX
-        self._index = LocalIndex(index_path, marker.index_bytes, self._slab, self._locks)
+        try:
+            # Opening writes, and LMDB itself would wait for a stopped writer without end.
+            with self._locks.writing(_OPEN_INDEX_TIMEOUT_S):
+                self._index = LocalIndex(index_path, marker.index_bytes, self._slab, self._locks)
+        except LockTimeoutError:
+            raise StoreOpenError(
+                f"a process that uses this pool ({self.path}) is stopped: resume or end it"
+            ) from None
         # LMDB leaves holes in its map; without this a full disk would be a SIGBUS later.
-        preallocate(index_path, marker.index_bytes)
-        self._marker = files.in_use(marker)
-        files.write_marker(self.path, self._marker)
-        self._identity = _identity_of(self.path / files.SLAB)
+        try:
+            files.fill_holes(index_path, marker.index_bytes)
+            self._marker = files.in_use(marker)
+            files.write_marker(self.path, self._marker)
+        except BaseException:
+            self._index.close()
+            raise
+        self._identity = _identity_of(self.path)
 
     def register(self, region: Region) -> None:
         """See :meth:`Store.register`."""
@@ -172,12 +196,20 @@ class LocalStore(Store):
         """See :meth:`Store.get`."""
         with self._call:
             self._regions.check(batch)
-            entries = self._find(encode_keys(batch.keys))
+            keys = encode_keys(batch.keys)
+            entries = self._find(keys)
             statuses = [
                 Status.MISSING if entry is None else self._copy_out(batch, index, entry)
                 for index, entry in enumerate(entries)
             ]
             self._touch([entry for entry in entries if entry is not None])
+            self._discard_lost(
+                [
+                    (key, entry)
+                    for key, entry, status in zip(keys, entries, statuses, strict=True)
+                    if entry is not None and status is Status.MISSING
+                ]
+            )
             return statuses
 
     def remove(self, keys: Sequence[str]) -> list[Status]:
@@ -213,30 +245,58 @@ class LocalStore(Store):
         now = time.monotonic()
         if now >= self._next_path_check:
             if self._is_gone():
-                raise StoreLostError(f"the pool in {self.path} was removed: open it again")
+                raise StoreLostError(
+                    f"the pool in {self.path} was removed, or a file of it cut: open it again"
+                )
             self._next_path_check = now + _CHECK_PATH_EVERY_S
 
     def _is_gone(self) -> bool:
-        return _identity_of(self.path / files.SLAB) != self._identity
+        return _identity_of(self.path) != self._identity
 
     def _find(self, keys: Sequence[bytes]) -> list[bytes | None]:
         try:
-            return self._index.find(keys)
+            entries = self._index.find(keys)
         except lmdb.ReadersFullError:
             self._index.clear_dead_readers()
-            return self._index.find(keys)
+            entries = self._index.find(keys)
+        if self._index.are_sound(entries):
+            return entries
+        damaged = [not self._index.are_sound([entry]) for entry in entries]
+        self._discard_lost(
+            [
+                (key, entry)
+                for key, entry, is_damaged in zip(keys, entries, damaged, strict=True)
+                if entry is not None and is_damaged
+            ]
+        )
+        return [
+            None if is_damaged else entry
+            for entry, is_damaged in zip(entries, damaged, strict=True)
+        ]
+
+    def _discard_lost(self, found: Sequence[tuple[bytes, bytes]]) -> None:
+        """Remove keys whose value could not be reached, unless that was a race or others write."""
+        if not found:
+            return
+        # A value that was evicted while it was copied has no entry any more, or another one.
+        now = self._index.find([key for key, _ in found])
+        lost = [pair for pair, entry in zip(found, now, strict=True) if entry == pair[1]]
+        if lost:
+            self._write(lambda: self._index.discard_lost(lost), timeout_s=0.0)
 
     def _touch(self, entries: Sequence[bytes]) -> None:
         if entries:
             pages = first_pages(entries)
             self._slab.chances[pages] = self._slab.worth[pages]
 
-    def _write(self, change: Callable[[], T]) -> T | None:
+    def _write(self, change: Callable[[], T], timeout_s: float | None = None) -> T | None:
         """Run ``change`` as the only writer; None if that was not possible in time."""
-        deadline = time.monotonic() + self._lock_timeout_s
+        if timeout_s is None:
+            timeout_s = self._lock_timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                with self._locks.writing(self._lock_timeout_s):
+                with self._locks.writing(timeout_s):
                     return self._change(change)
             except LockTimeoutError:
                 return None
@@ -254,7 +314,13 @@ class LocalStore(Store):
         if abandoned:
             self._index.release(abandoned)
             del self._abandoned[: len(abandoned)]
-        return change()
+        try:
+            return change()
+        except (struct.error, IndexError) as error:
+            # The transaction was undone. Only what the index says is unpacked in it.
+            raise lmdb.CorruptedError(
+                "its index is damaged: stop the processes that use it and remove the directory"
+            ) from error
 
     def _put_part(self, batch: Batch, protected_from: int) -> tuple[list[Status], int]:
         keys = encode_keys(batch.keys)
@@ -313,12 +379,12 @@ class LocalStore(Store):
         return Status.OK if bool(np.all(generations == generation)) else Status.MISSING
 
 
-def _identity_of(path: Path) -> tuple[int, int] | None:
+def _identity_of(path: Path) -> list[tuple[int, int, int]] | None:
     try:
-        status = path.stat()
+        found = [(path / name).stat() for name in (files.SLAB, files.PAGES, files.INDEX)]
     except OSError:
         return None
-    return status.st_dev, status.st_ino
+    return [(status.st_dev, status.st_ino, status.st_size) for status in found]
 
 
 def open_local(url: StoreUrl) -> LocalStore:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import lmdb
 
 from kvtide.errors import StoreOpenError
 from kvtide.stores.memory_buffer import PAGE_BYTES
@@ -22,6 +25,8 @@ PAGES = "pages"
 _OUR_FILES = {MARKER, f"{MARKER}.new", LOCKS, INDEX, f"{INDEX}-lock", SLAB, PAGES}
 
 MIN_POOL_BYTES = 64 * PAGE_BYTES
+_MOST_POOL_BYTES = PAGE_BYTES << 32
+"""The index has 32 bits for a page's number."""
 _LARGEST_DEFAULT_BYTES = 64 << 30
 _MIN_INDEX_BYTES = 2 << 20
 _INDEX_SHARE = 64
@@ -100,19 +105,19 @@ def read_marker(path: Path) -> Marker | None:
         content = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StoreOpenError(
             f"{path / MARKER} cannot be read ({error}): remove the directory to start empty"
         ) from error
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
         raise StoreOpenError(
-            f"{path} has pool format {version}, this kvtide writes {FORMAT_VERSION}: remove the"
+            f"{path} has pool format {version!r}, this kvtide writes {FORMAT_VERSION}: remove the"
             " directory, or use another one"
         )
     try:
-        return Marker(**content)
-    except TypeError as error:
+        return _checked(Marker(**content))
+    except (TypeError, ValueError) as error:
         raise StoreOpenError(
             f"{path / MARKER} is damaged ({error}): remove the directory to start empty"
         ) from error
@@ -171,6 +176,33 @@ def index_bytes_of(size_bytes: int) -> int:
     return num_bytes // PAGE_BYTES * PAGE_BYTES
 
 
+def fill_holes(path: Path, num_bytes: int) -> None:
+    """Make every byte of the file ``path`` really there, and leave it whole if that fails.
+
+    Raises:
+        OSError: no space.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def cannot_open(path: Path, error: Exception) -> StoreOpenError:
+    """Return what to raise when the system or LMDB refuses to open the pool, with a remedy."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or isinstance(error, lmdb.DiskError):
+        advice = "free some space on its file system"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        advice = "give this user the right to read and write its files, or choose another path"
+    elif code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or isinstance(error, lmdb.MemoryError):
+        advice = "raise this limit of the process or the machine"
+    else:
+        advice = "stop the processes that use it and remove the directory to start empty"
+    return StoreOpenError(f"{path} cannot be opened ({error}): {advice}")
+
+
 def in_use(marker: Marker) -> Marker:
     """Return the marker of a pool that is open now."""
     return replace(marker, boot_id=boot_id(), is_clean=False)
@@ -199,6 +231,22 @@ def file_system_of(path: Path) -> str:
         if inside and len(mount) >= len(best):
             best, kind = mount, fields[2]
     return kind
+
+
+def _checked(marker: Marker) -> Marker:
+    sizes = {
+        "size_bytes": (marker.size_bytes, MIN_POOL_BYTES),
+        "index_bytes": (marker.index_bytes, 1),
+    }
+    for name, (num_bytes, least) in sizes.items():
+        # bool is an int to isinstance.
+        if type(num_bytes) is not int or num_bytes % PAGE_BYTES:
+            raise ValueError(f"{name} is no number of whole pages")
+        if not least <= num_bytes <= _MOST_POOL_BYTES:
+            raise ValueError(f"{name} is out of range")
+    if type(marker.boot_id) is not str or type(marker.is_clean) is not bool:
+        raise ValueError("boot_id or is_clean is of the wrong type")
+    return marker
 
 
 def _checked_size(path: Path, size_bytes: int | None) -> int:

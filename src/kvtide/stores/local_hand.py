@@ -20,6 +20,8 @@ PAGE_NUMBER = struct.Struct(">I")
 """A key of ``extents``: big-endian, so that LMDB's order is the slab's."""
 _HEAD = struct.Struct("<IBQ")
 _OWNER = struct.Struct("<IQ")
+_ENTRY_PAGE = struct.Struct("<I")
+"""The end of a value of ``keys``: the first page."""
 
 MOST_CHANCES = 4
 """Laps that the hand passes a value at most."""
@@ -181,5 +183,11 @@ class Hand:
     def _evict(self, run: list[Extent]) -> None:
         for extent in run:
             if extent.kind == ExtentKind.VALUE:
-                self._txn.delete(extent.tail, db=self._keys)
+                self._delete_key(extent)
             self._txn.delete(PAGE_NUMBER.pack(extent.first_page), db=self._extents)
+
+    def _delete_key(self, extent: Extent) -> None:
+        # After damage a key may have been stored anew, elsewhere.
+        entry = self._txn.get(extent.tail, db=self._keys)
+        if entry is not None and entry[-_ENTRY_PAGE.size :] == _ENTRY_PAGE.pack(extent.first_page):
+            self._txn.delete(extent.tail, db=self._keys)

@@ -37,6 +37,8 @@ MAX_KEYS_AT_ONCE = 256
 _COPIED_PAGES = 6 * MAX_KEYS_AT_ONCE
 """Pages of the index to leave for such copies: those of this transaction and the two before it."""
 _LEAST_USE = 0.25
+_FEW = 16
+"""Up to so many entries Python's own numbers are faster than an array of them."""
 
 
 def encode_key(key: str) -> bytes:
@@ -113,13 +115,23 @@ class LocalIndex:
             meminit=False,
             readahead=False,
         )
+        try:
+            self._open_tables()
+        except BaseException:
+            self._env.close()  # or the process could not open it again
+            raise
+
+    def _open_tables(self) -> None:
         self._env.reader_check()
         self._keys = self._env.open_db(b"keys")
         self._extents = self._env.open_db(b"extents")
         self._meta = self._env.open_db(b"meta")
         with self._env.begin(write=True) as txn:
-            if txn.get(_STATE, db=self._meta) is None:
-                Extent(0, slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
+            state = txn.get(_STATE, db=self._meta)
+            if state is not None and len(state) != _META.size:
+                raise lmdb.CorruptedError("the index is damaged")
+            if state is None:
+                Extent(0, self._slab.num_pages, ExtentKind.FREE).write(txn, self._extents)
                 txn.put(_STATE, _META.pack(0, 2), db=self._meta)
 
     def find(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -127,6 +139,29 @@ class LocalIndex:
         with self._env.begin(db=self._keys) as txn:
             get = txn.get
             return [get(key) for key in keys]
+
+    def are_sound(self, entries: Sequence[bytes | None]) -> bool:
+        """Tell whether each entry that is there is whole and its pages are pages of the slab."""
+        present = [entry for entry in entries if entry is not None]
+        if len(present) > _FEW:
+            if set(map(len, present)) != {ENTRY.size}:
+                return False
+            found = np.frombuffer(b"".join(present), _ENTRY_DTYPE)
+            if (found["size"] // PAGE_BYTES + found["first_page"]).max() < self._slab.num_pages:
+                return True
+            # Some value ends where the slab does, or behind it.
+        return all(map(self._is_sound, present))
+
+    def discard_lost(self, found: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget each key whose entry is still the one found and leads to no such value.
+
+        Between transactions an entry's pages always have its generation; where they do not, the
+        index or the pages file was damaged, and the key would be neither stored again nor read.
+        """
+        with self._env.begin(write=True) as txn:
+            for key, entry in found:
+                if txn.get(key, db=self._keys) == entry and not self._leads_to_value(entry):
+                    self._forget(txn, key)
 
     def reserve(
         self, keys: Sequence[bytes], sizes: Sequence[int], owner: Owner, protected_from: int
@@ -145,9 +180,12 @@ class LocalIndex:
             hand = self._hand(txn, position, protected_from)
             index_is_full = self._is_full(txn)
             for key, num_bytes in zip(keys, sizes, strict=True):
-                if txn.get(key, db=self._keys) is not None:
-                    outcomes.append(Status.OK)
-                    continue
+                entry = txn.get(key, db=self._keys)
+                if entry is not None:
+                    if self._is_sound(entry):
+                        outcomes.append(Status.OK)
+                        continue
+                    self._forget(txn, key)
                 if index_is_full:
                     hand.evict_one()
                 num_pages = num_pages_of(num_bytes)
@@ -190,17 +228,8 @@ class LocalIndex:
 
     def remove(self, keys: Sequence[bytes]) -> list[Status]:
         """Forget each key and free its pages."""
-        statuses = []
         with self._env.begin(write=True) as txn:
-            for key in keys:
-                record = txn.pop(key, db=self._keys)
-                if record is None:
-                    statuses.append(Status.MISSING)
-                    continue
-                _, num_bytes, first_page = ENTRY.unpack(record)
-                self._free(txn, first_page, num_pages_of(num_bytes))
-                statuses.append(Status.OK)
-        return statuses
+            return [Status.OK if self._forget(txn, key) else Status.MISSING for key in keys]
 
     def clear_dead_readers(self) -> None:
         """Free what processes that died while reading kept the index from reusing."""
@@ -224,6 +253,32 @@ class LocalIndex:
             protected_from=protected_from,
             is_alive=self._locks.is_alive,
         )
+
+    def _is_sound(self, entry: bytes) -> bool:
+        if len(entry) != ENTRY.size:
+            return False
+        _, num_bytes, first_page = ENTRY.unpack(entry)
+        return bool(first_page + num_pages_of(num_bytes) <= self._slab.num_pages)
+
+    def _leads_to_value(self, entry: bytes) -> bool:
+        if not self._is_sound(entry):
+            return False
+        generation, num_bytes, first = ENTRY.unpack(entry)
+        pages = self._slab.generations[first : first + num_pages_of(num_bytes)]
+        return bool(np.all(pages == generation))
+
+    def _forget(self, txn: lmdb.Transaction, key: bytes) -> bool:
+        """Delete ``key`` and free its pages, if they are its; False if there was no such key."""
+        entry = txn.pop(key, db=self._keys)
+        if entry is None:
+            return False
+        if len(entry) == ENTRY.size:
+            generation, num_bytes, first_page = ENTRY.unpack(entry)
+            num_pages = num_pages_of(num_bytes)
+            extent = (first_page, num_pages, ExtentKind.VALUE, generation, key)
+            if num_pages <= self._slab.num_pages and Extent(*extent).is_at(txn, self._extents):
+                self._free(txn, first_page, num_pages)
+        return True
 
     def _free(self, txn: lmdb.Transaction, first_page: int, num_pages: int) -> None:
         Extent(first_page, num_pages, ExtentKind.FREE).write(txn, self._extents)

@@ -9,9 +9,11 @@ descriptor of the file: a process opens a pool once.)
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -54,7 +56,7 @@ class PoolLocks:
 
     Raises:
         AlreadyOpenError: the file is open already; closing it again would drop the locks.
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is no file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +64,11 @@ class PoolLocks:
             if path.exists() and _file_id(path.stat()) in _open_files:
                 raise AlreadyOpenError
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._file_id = _file_id(os.fstat(self._fd))
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                os.close(self._fd)
+                raise OSError(errno.EINVAL, "not a file", str(path))
+            self._file_id = _file_id(status)
             _open_files.add(self._file_id)
         self._writer = threading.Lock()
         self.owner: Owner | None = None

@@ -11,6 +11,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from kvtide.errors import ConfigError
 from kvtide.units import parse_size
 
+_MOST_BYTES = 1 << 60
+_MOST_MILLISECONDS = 24 * 3600 * 1000
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return what a message about an unknown ``name`` adds: what was meant, or all that is."""
@@ -65,9 +68,12 @@ class StoreUrl:
             if not value:
                 faults.append(f"the parameter {name!r} of the store URL has no value")
             parameters[name] = value
+        path = unquote(parts.path)
+        if not _can_be_path(path):
+            faults.append(f"the store URL {text!r} has a character that no path can have")
         if faults:
             raise ConfigError(faults)
-        return cls(text, scheme.lower(), parts.netloc, unquote(parts.path), parameters)
+        return cls(text, scheme.lower(), parts.netloc, path, parameters)
 
 
 class UrlReader:
@@ -96,6 +102,9 @@ class UrlReader:
         if num_bytes == 0:
             self.faults.append(f"the parameter {name!r}: {text!r} must be positive")
             return None
+        if num_bytes > _MOST_BYTES:
+            self.faults.append(f"the parameter {name!r} is more than any machine has")
+            return None
         return num_bytes
 
     def milliseconds(self, name: str) -> int | None:
@@ -103,8 +112,15 @@ class UrlReader:
         text = self._url.parameters.get(name)
         if text is None:
             return None
-        if not text.isdecimal() or int(text) == 0:
+        # Python refuses to read thousands of digits as a number.
+        is_short = len(text) <= 2 * len(str(_MOST_MILLISECONDS))
+        if not text.isdecimal() or (is_short and int(text) == 0):
             self.faults.append(f"the parameter {name!r}: {text!r} is not a number of milliseconds")
+            return None
+        if not is_short or int(text) > _MOST_MILLISECONDS:
+            self.faults.append(
+                f"the parameter {name!r}: {_MOST_MILLISECONDS} milliseconds (a day) are the most"
+            )
             return None
         return int(text)
 
@@ -120,3 +136,10 @@ class UrlReader:
         """
         if self.faults:
             raise ConfigError(self.faults)
+
+
+def _can_be_path(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
