@@ -30,7 +30,8 @@ class InProcessEngine:
     def __init__(self, model: Path, *, store: str | None, **arguments: Any) -> None:
         from vllm import LLM
 
-        options = arguments.pop("options", {})
+        # vLLM's thread spins while a request waits in this process: give the other threads time.
+        options = {"lookup_wait_ms": 1000, **arguments.pop("options", {})}
         role = arguments.pop("kv_role", "kv_both")
         if store is not None:
             arguments["kv_transfer_config"] = {

@@ -60,8 +60,6 @@ PROMPT_TOKENS = 400
 EXPECTED_LOAD = PROMPT_TOKENS // BLOCK * BLOCK
 
 OPTIONS = {
-    # The engine's thread spins while it waits in this process: give the lookup's thread time.
-    "lookup_wait_ms": 1000,
     "lookup_timeout_ms": 1000,
     "save_timeout_s": 1.0,
     "load_timeout_s": 1.0,

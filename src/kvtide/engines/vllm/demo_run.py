@@ -74,7 +74,12 @@ def engine_arguments(spec: RunSpec) -> dict[str, Any]:
             "kv_connector": "KVTideConnector",
             "kv_connector_module_path": "kvtide.engines.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": spec.store, "stats_path": spec.stats_path},
+            "kv_connector_extra_config": {
+                "store": spec.store,
+                "stats_path": spec.stats_path,
+                # On a busy machine a thread may not run for 50 ms, and a miss would show nothing.
+                "lookup_wait_ms": 1000,
+            },
         }
     return arguments
 
