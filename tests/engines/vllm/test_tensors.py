@@ -319,8 +319,10 @@ def test_host_work_is_done_at_its_fence() -> None:
     config = cache_config((attention_spec(), 1))
     _, caches = allocate(config)
     blocks = TensorBlocks(caches, config, [0])
-    blocks.adopt(np.zeros(4096, dtype=np.uint8))
+    buffer = np.full(4096, 7, dtype=np.uint8)
+    blocks.adopt(buffer)
     blocks.record().wait()
+    assert (buffer == 7).all()
     blocks.close()
     blocks.close()
 
