@@ -278,7 +278,7 @@ def lookup_rows(rounds: int) -> Iterator[Row]:
         hit = -1
         for _ in range(rounds):
             keys, times = 0, []
-            probe = lookup(query, COORDINATOR.groups, databases, COORDINATOR.alignment)
+            probe = lookup(query, COORDINATOR.boundaries, databases)
             answers: list[bool] | None = None
             while True:
                 start = time.thread_time()

@@ -5,25 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention, Group
-
-
-class Tail(Group):
-    """A kind that needs only the last ``block_size`` tokens: stands for windows and states."""
-
-    def required(self, num_tokens: int) -> range:
-        """Return the last chunk begun at ``num_tokens``."""
-        end = -(-num_tokens // self.block_size)
-        return range(max(0, end - 1), end)
-
-    @property
-    def is_downward_closed(self) -> bool:
-        """False: what a shorter prefix needs is another chunk."""
-        return False
-
+from kvtide.core.groups import FullAttention, Group, Mamba
 
 FULL = Coordinator((FullAttention(16),), 16)
-MIXED = Coordinator((FullAttention(16), Tail(32)), 16)
+MIXED = Coordinator((FullAttention(16), Mamba(32)), 16)
 
 
 def test_full_attention_requires_every_chunk_below() -> None:

@@ -10,7 +10,8 @@ from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
 from kvtide.core.keys import HashWindow, KeyMetadata
-from kvtide.core.lookup import FIRST_PROBE_CHUNKS, LookupHit, LookupQuery, drive, lookup
+from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
+from kvtide.core.search import FIRST_PROBE_KEYS, Boundaries
 from kvtide.testing.requests import fake_hashes
 
 BLOCK = 16
@@ -57,7 +58,8 @@ def run(
         HashWindow(hashes[start_chunk:], first=start_chunk),
         sentinels,
     )
-    probe = lookup(query, [FullAttention(BLOCK)], [databases(num_ranks)], BLOCK)
+    boundaries = Boundaries((FullAttention(BLOCK),), BLOCK, BLOCK)
+    probe = lookup(query, boundaries, [databases(num_ranks)])
     return drive(probe, presence)
 
 
@@ -87,7 +89,7 @@ def test_a_cold_miss_of_a_long_prompt_costs_one_small_batch() -> None:
     """131,072 tokens that nobody stored: 64 keys, one call."""
     presence = Presence(set())
     assert run(presence, fake_hashes(8192)).hit_token == 0
-    assert [len(keys) for keys in presence.asked] == [FIRST_PROBE_CHUNKS]
+    assert [len(keys) for keys in presence.asked] == [FIRST_PROBE_KEYS]
 
 
 def test_a_full_hit_asks_each_key_once_in_growing_batches() -> None:
@@ -152,7 +154,7 @@ def test_the_first_rank_decides_how_far_the_others_are_asked() -> None:
     """A cold miss costs one batch whatever the number of ranks."""
     presence = Presence(set())
     run(presence, fake_hashes(500), num_ranks=8)
-    assert presence.num_asked == FIRST_PROBE_CHUNKS
+    assert presence.num_asked == FIRST_PROBE_KEYS
 
 
 def test_a_hit_of_two_groups_ends_where_the_shorter_one_does() -> None:

@@ -11,7 +11,8 @@ import pytest
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import FullAttention
 from kvtide.core.keys import KeyMetadata
-from kvtide.core.lookup import FIRST_PROBE_CHUNKS, LookupHit, LookupQuery
+from kvtide.core.lookup import LookupHit, LookupQuery
+from kvtide.core.search import FIRST_PROBE_KEYS, Boundaries
 from kvtide.errors import StoreLostError
 from kvtide.runtime import lookup as lookup_module
 from kvtide.runtime.lookup import LookupExecutor
@@ -42,9 +43,8 @@ class Lookups:
         self.clock = Clock()
         self.executor = LookupExecutor(
             self.store,
-            [FullAttention(4)],
+            Boundaries((FullAttention(4),), 4, 4),
             databases_for,
-            4,
             timeout_s,
             100,
             clock=self.clock,
@@ -135,7 +135,7 @@ def test_a_cold_miss_costs_one_small_batch() -> None:
     lookups = Lookups()
     lookups.submit(1, "a", 8000)
     lookups.run()
-    assert [len(keys) for _, keys in lookups.store.calls] == [FIRST_PROBE_CHUNKS]
+    assert [len(keys) for _, keys in lookups.store.calls] == [FIRST_PROBE_KEYS]
 
 
 def test_bad_keys_count_as_absent() -> None:

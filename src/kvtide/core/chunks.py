@@ -101,9 +101,22 @@ class ChunkedTokenDatabase:
         """Return the pool key of the chunk with this hash."""
         return PoolKey.build_key_string(self.prefix, chunk_hash.hex())
 
-    def keys(self, block_hashes: HexSource, chunks: range) -> list[str]:
-        """Return the keys of whole ``chunks``, one hex conversion for all of them."""
+    def keys(
+        self, block_hashes: HexSource, chunks: range, tail_token: int | None = None
+    ) -> list[str]:
+        """Return the keys of ``chunks``, one hex conversion for all of them.
+
+        Each is named by its last hash; the last of them by the hash at ``tail_token``, which lies
+        inside it, where that is given.
+        """
         ratio = self.hashes_per_chunk
-        last = range((chunks.start + 1) * ratio - 1, chunks.stop * ratio, ratio)
+        names = range((chunks.start + 1) * ratio - 1, chunks.stop * ratio, ratio)
+        if tail_token is None or not chunks or tail_token == chunks.stop * self.block_size:
+            return self.keys_at(block_hashes, names)
+        tail = tail_token // self.hash_block_size - 1
+        return self.keys_at(block_hashes, names[:-1]) + self.keys_at(block_hashes, (tail,))
+
+    def keys_at(self, block_hashes: HexSource, hash_indexes: Sequence[int]) -> list[str]:
+        """Return the keys of the chunks that the hashes at ``hash_indexes`` name."""
         prefix = self.prefix
-        return [PoolKey.build_key_string(prefix, text) for text in block_hashes.hexes(last)]
+        return [PoolKey.build_key_string(prefix, text) for text in block_hashes.hexes(hash_indexes)]

@@ -1,13 +1,18 @@
 """What to store, what to load and how far a hit reaches, derived from each group's ``required``.
 
 Theory of operation. A *boundary* is a token count at which a later request may resume: a multiple
-of ``alignment``. Resuming at boundary ``n`` needs ``required(n)`` of every group, so
+of ``alignment``. Resuming at boundary ``n`` needs ``required(n)`` of every group, and of a draft
+model's group ``required(n + proof)`` as well, so
 
-* a **hit** is the largest boundary at most ``num_tokens - 1`` where every group holds
-  ``required(boundary)`` (one token must remain to compute, and that bounds the *search*: a hit
-  shortened afterwards would ask for chunks that were never stored);
-* the **load mask** is ``required(hit)`` at or above what the engine has already;
-* the **store mask** is the union of ``required`` over all boundaries a later request may use.
+* a **hit** is the largest boundary at most ``num_tokens - 1`` where every group holds that (one
+  token must remain to compute, and that bounds the *search*: a hit shortened afterwards would ask
+  for chunks that were never stored);
+* the **load mask** is ``required(hit)`` at or above what the engine has already (the proof was
+  matched, it is not loaded);
+* the **store mask** is the union of both over the boundaries that retention keeps.
+
+Saving goes in units of ``lcm_block_size``. A group with proof tokens is saved that much further
+than the others, so that the last boundary that is saved has its proof.
 """
 
 from __future__ import annotations
@@ -20,39 +25,64 @@ from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
 from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupQuery, drive, lookup
+from kvtide.core.retention import Retention
+from kvtide.core.search import Boundaries
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
     """Joint decisions over all KV cache groups of a model.
 
-    ``hash_block_size`` (tokens) divides every group's block size.
+    ``hash_block_size`` (tokens) divides every group's block size and proof. With ``partial_hits``
+    boundaries lie on hash blocks, inside chunks too. ``retention_interval`` is in tokens, as in
+    :class:`~kvtide.core.retention.Retention`.
 
     Raises:
-        ValueError: there is no group, or a block size is not a multiple of ``hash_block_size``.
+        ValueError: there is no group, or sizes do not divide each other as they must.
     """
 
     groups: tuple[Group, ...]
     hash_block_size: int
+    partial_hits: bool = False
+    retention_interval: int | None = None
     lcm_block_size: int = field(init=False)
     """The least common multiple of the groups' block sizes, in tokens."""
+    _retention: Retention = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("a model needs at least one KV cache group")
         for group in self.groups:
-            if group.block_size % self.hash_block_size:
+            if group.block_size % self.hash_block_size or group.proof_tokens % self.hash_block_size:
                 raise ValueError(
-                    f"block_size {group.block_size} must be a multiple of "
-                    f"hash_block_size {self.hash_block_size}"
+                    f"block_size {group.block_size} and proof_tokens {group.proof_tokens} must be "
+                    f"multiples of hash_block_size {self.hash_block_size}"
                 )
+            if group.proof_tokens > group.block_size:
+                raise ValueError(f"a proof is at most a block: {group}")
         lcm = math.lcm(*(group.block_size for group in self.groups))
         object.__setattr__(self, "lcm_block_size", lcm)
+        object.__setattr__(self, "_retention", Retention(lcm, self.retention_interval))
 
     @property
     def alignment(self) -> int:
         """The distance in tokens between boundaries."""
-        return self.lcm_block_size
+        return self.hash_block_size if self.partial_hits else self.lcm_block_size
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What a search must know: the groups and where boundaries lie."""
+        return Boundaries(self.groups, self.hash_block_size, self.alignment)
+
+    @property
+    def max_proof_tokens(self) -> int:
+        """How many tokens beyond a boundary have to be matched, 0 without a draft model."""
+        return max(group.proof_tokens for group in self.groups)
+
+    @property
+    def may_shorten(self) -> bool:
+        """Whether every boundary below a hit is a hit as well."""
+        return all(group.is_downward_closed for group in self.groups)
 
     def aligned(self, num_tokens: int) -> int:
         """Return ``num_tokens`` rounded down to whole ``lcm_block_size``: the units of saving."""
@@ -62,29 +92,86 @@ class Coordinator:
         """Return the largest boundary at most ``num_tokens``."""
         return num_tokens // self.alignment * self.alignment
 
+    # ------------------------------------------------------------------ what to store
+
     def store_mask(
         self, aligned_token_len: int, start_token: int = 0, num_prompt_tokens: int | None = None
     ) -> list[list[bool] | None]:
         """Return per group which chunks of ``[start_token, aligned_token_len)`` to store.
 
         ``None`` means all of them. Both ends are multiples of ``lcm_block_size``.
-        ``num_prompt_tokens`` is where the prompt ends, for kinds that keep less after it.
+        ``num_prompt_tokens`` is where the prompt ends, for retention that keeps more there.
         """
-        del num_prompt_tokens  # every boundary is kept for the kinds that exist so far
-        return self._reachable_masks(start_token, aligned_token_len)
-
-    def _reachable_masks(self, start_token: int, end_token: int) -> list[list[bool] | None]:
-        """Return per group the chunks of the range that some boundary in it asks for."""
-        boundaries = range(start_token + self.alignment, end_token + 1, self.alignment)
         masks: list[list[bool] | None] = []
         for group in self.groups:
-            if group.is_downward_closed:
+            chunks = range(start_token // group.block_size, aligned_token_len // group.block_size)
+            runs = self._reachable_runs(group, chunks, num_prompt_tokens)
+            if runs == [chunks] or not chunks:
                 masks.append(None)
                 continue
-            chunks = range(start_token // group.block_size, end_token // group.block_size)
-            wanted = {chunk for boundary in boundaries for chunk in group.required(boundary)}
-            masks.append([chunk in wanted for chunk in chunks])
+            mask = [False] * len(chunks)
+            for run in runs:
+                mask[run.start - chunks.start : run.stop - chunks.start] = [True] * len(run)
+            masks.append(mask)
         return masks
+
+    def stored_runs(
+        self, start_token: int, end_token: int, num_prompt_tokens: int | None
+    ) -> list[list[range]]:
+        """Return per group the runs of chunks to store when saving ``[start_token, end_token)``.
+
+        Both ends are multiples of ``lcm_block_size``; a group's proof beyond them is included, and
+        what the range before included already is not. State groups have none: their blocks are
+        named by the engine alone.
+        """
+        runs: list[list[range]] = []
+        for group in self.groups:
+            if group.is_state:
+                runs.append([])
+                continue
+            proof = group.proof_tokens // group.block_size
+            first = start_token // group.block_size + (proof if start_token else 0)
+            chunks = range(first, end_token // group.block_size + proof)
+            runs.append(self._reachable_runs(group, chunks, num_prompt_tokens))
+        return runs
+
+    def savable_token(self, num_certain_tokens: int) -> int:
+        """Return up to where ``num_certain_tokens`` can be saved: whole units with their proof."""
+        return max(0, self.aligned(num_certain_tokens - self._whole_proof_tokens))
+
+    @property
+    def _whole_proof_tokens(self) -> int:
+        """The proofs that are whole chunks. What is finer only boundary puts can save."""
+        return max(
+            group.proof_tokens // group.block_size * group.block_size for group in self.groups
+        )
+
+    def _reachable_runs(
+        self, group: Group, chunks: range, num_prompt_tokens: int | None
+    ) -> list[range]:
+        """Return the chunks that some boundary asks for, as ascending runs.
+
+        Whether a chunk is among them does not depend on where ``chunks`` begin or end: a chunk is
+        looked at once, so boundaries that lie beyond it count as well.
+        """
+        reach_tokens = group.reach_tokens
+        if reach_tokens is None:
+            return [chunks] if chunks else []
+        boundaries = self._retention.boundaries(
+            chunks.start * group.block_size - group.proof_tokens,
+            chunks.stop * group.block_size + reach_tokens,
+            num_prompt_tokens,
+            has_proof=self.max_proof_tokens > 0,
+        )
+        wanted: list[range] = []
+        for boundary in boundaries:
+            matched = group.matched(boundary)
+            first, stop = max(matched.start, chunks.start), min(matched.stop, chunks.stop)
+            if first < stop:
+                wanted.append(range(first, stop))
+        return _merged(wanted)
+
+    # ------------------------------------------------------------------ what to load
 
     def load_mask(self, hit_token: int, num_computed_tokens: int) -> list[range]:
         """Return per group the chunks to load so that a request resumes at ``hit_token``.
@@ -130,6 +217,23 @@ class Coordinator:
 
         This *is* the lookup, driven by a presence function: one algorithm serves both.
         """
-        end_token = min(num_tokens - 1, len(block_hashes) * self.hash_block_size)
-        query = LookupQuery(0, max(0, end_token), HashWindow(block_hashes))
-        return drive(lookup(query, self.groups, databases, self.alignment), exists).hit_token
+        query = self.query(num_tokens, block_hashes)
+        return drive(lookup(query, self.boundaries, databases), exists).hit_token
+
+    def query(self, num_tokens: int, block_hashes: Sequence[bytes]) -> LookupQuery:
+        """Return what to ask for a request of ``num_tokens`` tokens, from its first one on."""
+        known_tokens = min(num_tokens - 1, len(block_hashes) * self.hash_block_size)
+        end_token = self.last_boundary(max(0, known_tokens))
+        end = (end_token + self.max_proof_tokens) // self.hash_block_size
+        return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+
+
+def _merged(runs: list[range]) -> list[range]:
+    """Return runs in ascending order, those that touch as one."""
+    merged: list[range] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        if merged and run.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, run.stop))
+        else:
+            merged.append(run)
+    return merged

@@ -2,13 +2,14 @@
 
 ``required(n)`` is the range of chunks that must be present for a request to resume after ``n``
 tokens. Hit length, load mask and store mask are all derived from it in ``coordinator``; nothing
-else knows attention kinds, so supporting another kind means adding a class here.
+else knows attention kinds, so supporting another kind means adding a class here. The formulas are
+those of vLLM's ``single_type_kv_cache_manager`` (what it keeps of a request after ``n`` tokens).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ceil_div
 
@@ -17,26 +18,68 @@ from kvtide.core.chunks import ceil_div
 class Group(ABC):
     """A KV cache group: layers that share one block table and one attention kind.
 
-    ``block_size`` is the resolved span of one block-table entry, in tokens.
+    ``block_size`` is the resolved span of one block-table entry, in tokens. A group of a draft
+    model (EAGLE, MTP) may resume at a boundary only if the ``proof_tokens`` after it were matched
+    too: the drafter writes a token's KV cache with knowledge of the next token.
     """
 
     block_size: int
+    proof_tokens: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:
             raise ValueError(f"block_size must be positive, not {self.block_size}")
+        if self.proof_tokens < 0:
+            raise ValueError(f"proof_tokens must not be negative: {self.proof_tokens}")
 
     @abstractmethod
     def required(self, num_tokens: int) -> range:
-        """Return the chunks that must be present to resume after ``num_tokens`` tokens."""
+        """Return the chunks that must be present to resume after ``num_tokens`` tokens.
+
+        Both ends never fall as ``num_tokens`` grows.
+        """
 
     @property
     @abstractmethod
+    def reach_tokens(self) -> int | None:
+        """How far behind the end of a chunk a boundary may lie that still requires it, at most.
+
+        ``None``: every later boundary requires it.
+        """
+
+    @property
     def is_downward_closed(self) -> bool:
         """Whether ``required(n)`` contains ``required(m)`` for every m below n.
 
-        Such a group is probed forward and stops at its first gap.
+        Such a group is probed forward and stops at its first gap; it is never stored sparsely.
         """
+        return self.reach_tokens is None
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block holds the state after exactly the tokens of its key, no token's own.
+
+        Such a block is no use for a shorter prefix, and its place in the engine's block table says
+        nothing about what it holds: only the engine's hand-offs do.
+        """
+        return False
+
+    def matched(self, boundary: int) -> range:
+        """Return the chunks that must be found to resume at ``boundary``: required, and proof."""
+        end_token = boundary + self.proof_tokens
+        return range(self.required(boundary).start, self.required(end_token).stop)
+
+    def matched_ends(self, boundary: int) -> list[tuple[int, int]]:
+        """Return the chunks of :meth:`matched`, each with the token at which it ends for it.
+
+        That is the end of the chunk, or the boundary (with its proof) where it cuts the chunk. The
+        hash at that token names the chunk.
+        """
+        end_token = boundary + self.proof_tokens
+        return [
+            (chunk, min((chunk + 1) * self.block_size, end_token))
+            for chunk in self.matched(boundary)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +91,70 @@ class FullAttention(Group):
         return range(ceil_div(num_tokens, self.block_size))
 
     @property
-    def is_downward_closed(self) -> bool:
-        """True: a longer prefix needs all that a shorter one needs."""
+    def reach_tokens(self) -> None:
+        """Without end: a longer prefix needs all that a shorter one needs."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Group):
+    """A token attends to itself and the ``window - 1`` tokens before it."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        Group.__post_init__(self)
+        if self.window <= 0:
+            raise ValueError(f"window must be positive, not {self.window}")
+
+    def required(self, num_tokens: int) -> range:
+        """Return the chunks of the ``window - 1`` tokens before ``num_tokens``."""
+        first_token = max(0, num_tokens - (self.window - 1))
+        return range(first_token // self.block_size, ceil_div(num_tokens, self.block_size))
+
+    @property
+    def reach_tokens(self) -> int:
+        """The window."""
+        return self.window
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocal(Group):
+    """A token attends to the earlier tokens of its own ``chunk_size`` tokens, to no others."""
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        Group.__post_init__(self)
+        if self.chunk_size <= 0:
+            raise ValueError(f"chunk_size must be positive, not {self.chunk_size}")
+
+    def required(self, num_tokens: int) -> range:
+        """Return the chunks since the last multiple of ``chunk_size``; none right behind one."""
+        first_token = num_tokens // self.chunk_size * self.chunk_size
+        return range(first_token // self.block_size, ceil_div(num_tokens, self.block_size))
+
+    @property
+    def reach_tokens(self) -> int:
+        """The attention chunk."""
+        return self.chunk_size
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba(Group):
+    """One state stands for all tokens before it (Mamba, linear attention, short convolutions)."""
+
+    def required(self, num_tokens: int) -> range:
+        """Return the one chunk that ends at, or contains, ``num_tokens``."""
+        end = ceil_div(num_tokens, self.block_size)
+        return range(max(0, end - 1), end)
+
+    @property
+    def reach_tokens(self) -> int:
+        """None: a state serves the boundary at its end."""
+        return 0
+
+    @property
+    def is_state(self) -> bool:
+        """True."""
         return True

@@ -69,8 +69,10 @@ class BlockHashes(Sequence[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         return (self[i] for i in range(self.first, len(self)))
 
-    def hexes(self, indices: range) -> list[str]:
-        """Return the hashes at absolute ``indices`` in hex, converting the whole range at once."""
+    def hexes(self, indices: Sequence[int]) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex, a whole range of them at once."""
+        if not isinstance(indices, range):
+            return [self[index].hex() for index in indices]
         if not indices:
             return []
         low, high = indices[0], indices[-1]
@@ -112,9 +114,13 @@ class HashWindow:
     def __len__(self) -> int:
         return self.first + len(self._hashes)
 
-    def hexes(self, indices: range) -> list[str]:
-        """Return the hashes at absolute ``indices`` in hex."""
-        picked = self._hashes[indices.start - self.first : indices.stop - self.first : indices.step]
+    def hexes(self, indices: Sequence[int]) -> list[str]:
+        """Return the hashes at absolute ``indices`` in hex, a whole range of them at once."""
+        if isinstance(indices, range):
+            start, stop = indices.start - self.first, indices.stop - self.first
+            picked = self._hashes[start : stop : indices.step]
+        else:
+            picked = [self._hashes[i - self.first] for i in indices if i >= self.first]
         if len(picked) != len(indices):
             raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
         if not picked:
@@ -131,7 +137,7 @@ def _unpickle_hashes(blob: bytes, hash_bytes: int, first: int) -> BlockHashes:
 class HexSource(Protocol):
     """Hashes that can be read as hex by absolute index, a whole range at once."""
 
-    def hexes(self, indices: range) -> list[str]:
+    def hexes(self, indices: Sequence[int]) -> list[str]:
         """Return the hashes at absolute ``indices`` in hex."""
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.groups import Group
 from kvtide.core.lookup import LookupHit, LookupQuery, Probe, lookup
+from kvtide.core.search import Boundaries
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.logs import FaultLog
 from kvtide.stores.base import Store
@@ -55,9 +55,8 @@ class LookupExecutor:
     def __init__(
         self,
         store: Store,
-        groups: Sequence[Group],
+        boundaries: Boundaries,
         databases_for: Callable[[str], Sequence[Sequence[ChunkedTokenDatabase]]],
-        alignment: int,
         timeout_s: float,
         max_bad_keys: int,
         *,
@@ -66,9 +65,8 @@ class LookupExecutor:
     ) -> None:
         self.bad_keys = BadKeys(max_bad_keys)
         self._store = store
-        self._groups = groups
+        self._boundaries = boundaries
         self._databases_for = databases_for
-        self._alignment = alignment
         self._timeout_s = timeout_s
         self._clock = clock
         self._threaded = threaded
@@ -251,9 +249,8 @@ class LookupExecutor:
             if entry.probe is None:
                 entry.probe = lookup(
                     entry.query,
-                    self._groups,
+                    self._boundaries,
                     self._databases_for(entry.namespace),
-                    self._alignment,
                 )
                 entry.keys = next(entry.probe)
             else:

@@ -64,9 +64,8 @@ class ScriptedEngine:
         self.lookup_store = SharedStore(store, per_key=True)
         self.lookups = LookupExecutor(
             self.lookup_store,
-            self.coordinator.groups,
+            self.coordinator.boundaries,
             lambda name: self.coordinator.databases(name, range(setup.num_ranks)),
-            alignment=self.coordinator.alignment,
             timeout_s=setup.lookup_timeout_s,
             max_bad_keys=setup.worker.max_bad_keys,
             clock=self.clock,

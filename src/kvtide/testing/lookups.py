@@ -53,7 +53,7 @@ class ManualLookups:
         query, namespace = self.submitted.pop(ticket)
         coordinator = self._coordinator
         databases = coordinator.databases(namespace, range(self._num_ranks))
-        probe = lookup(query, coordinator.groups, databases, coordinator.alignment)
+        probe = lookup(query, coordinator.boundaries, databases)
         self._answers[ticket] = hit = drive(probe, self._ask)
         return hit
 

@@ -117,9 +117,8 @@ class SchedulerSide:
         coordinator = Coordinator(self._plan.groups, self._plan.hash_block_size)
         self._lookups = LookupExecutor(
             self._store,
-            coordinator.groups,
+            coordinator.boundaries,
             lambda namespace: coordinator.databases(namespace, range(self._num_ranks)),
-            alignment=coordinator.alignment,
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
