@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtide.core.batch import Batch
-from kvtide.core.jobs import JobReport, LoadJob, StepPlan, StoreJob, pack_block_ids
+from kvtide.core.jobs import (
+    BoundaryJob,
+    BoundaryPut,
+    JobReport,
+    LoadJob,
+    SaveJob,
+    StepPlan,
+    StoreJob,
+    pack_block_ids,
+)
 from kvtide.core.keys import BlockHashes
 from kvtide.core.layout import Region
 from kvtide.runtime.context import StoreShare
@@ -189,8 +198,17 @@ class Rank:
         """A store job over tokens ``[start, end)``; one list of blocks per group."""
         size = self.hash_block_size
         hashes = hashes_of(name, end // size, start // size)
+        firsts = tuple(start // size for size, _ in self.groups)
         packed = tuple(pack_block_ids(ids) for ids in block_ids)
-        return StoreJob(self._job_id(), prefix_id, start, end, hashes, packed)
+        return StoreJob(
+            self._job_id(), prefix_id, start, end, hashes, firsts[: len(packed)], packed
+        )
+
+    def boundary_job(self, name: str, *puts: BoundaryPut, prefix_id: int = 0) -> BoundaryJob:
+        """A job for single blocks of ``name``, each named by the hash at its end."""
+        hashes = hashes_of(name, 1000)
+        names = tuple(hashes[put.end_token // self.hash_block_size - 1] for put in puts)
+        return BoundaryJob(self._job_id(), prefix_id, puts, names)
 
     def load_job(
         self,
@@ -199,6 +217,7 @@ class Rank:
         end: int,
         *block_ids: Sequence[int],
         first_chunks: Sequence[int] | None = None,
+        tail_tokens: Sequence[int] | None = None,
         request_id: str | None = None,
         prefix_id: int = 0,
     ) -> LoadJob:
@@ -211,8 +230,9 @@ class Rank:
             prefix_id,
             start,
             end,
-            hashes_of(name, -(-end // self.hash_block_size)),
+            hashes_of(name, -(-max(end, *(tail_tokens or (0,))) // self.hash_block_size)),
             tuple(first_chunks),
+            tuple(tail_tokens or (end,) * len(first_chunks)),
             tuple(pack_block_ids(ids) for ids in block_ids),
         )
 
@@ -228,11 +248,11 @@ class Rank:
             for i, block_id in enumerate(block_ids)
         ]
 
-    def step(self, *jobs: StoreJob | LoadJob, run: bool = True) -> None:
+    def step(self, *jobs: SaveJob | LoadJob, run: bool = True) -> None:
         """One engine step: take over, fence, do the work (without threads), report."""
         self.worker.take_over(
             StepPlan(
-                stores=tuple(job for job in jobs if isinstance(job, StoreJob)),
+                stores=tuple(job for job in jobs if isinstance(job, (StoreJob, BoundaryJob))),
                 loads=tuple(job for job in jobs if isinstance(job, LoadJob)),
             )
         )
@@ -258,7 +278,7 @@ class Rank:
             turn.wait(0.002)
         raise AssertionError(f"never came true; {self.worker!r} {self.report}")
 
-    def ends(self, job: StoreJob) -> list[str]:
+    def ends(self, job: SaveJob) -> list[str]:
         """How a store job ended, once per report."""
         ends = self.report.ended.get(job.job_id, Counter())
         return [end.value for end in ends.elements()]

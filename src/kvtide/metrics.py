@@ -11,7 +11,9 @@ from collections.abc import Mapping
 COUNTERS: Mapping[str, str] = {
     # Saving, as the scheduler side sees it.
     "store_jobs": "Store jobs handed to the workers.",
-    "skipped_null_chunks": "Chunks in the range of a store job that had no block any more.",
+    "boundary_jobs": "Jobs for states (and what goes with them) that the engine handed off.",
+    "lost_boundaries": "States handed off that were not saved: no budget, a back-off or a failure.",
+    "skipped_null_chunks": "Chunks worth storing that had no block any more.",
     "repairs": "Requests saved from token 0, because the store lacked what the engine holds.",
     "pool_back_offs": "Store jobs after which all saving paused: no space, or the store is lost.",
     # Saving, per rank.
@@ -21,7 +23,6 @@ COUNTERS: Mapping[str, str] = {
     "failed_jobs": "Store jobs with a chunk that could not be written, or past their deadline.",
     "lost_jobs": "Store jobs whose store call failed as a whole, or outlived their deadline.",
     "expired_jobs": "Store jobs ended by their deadline (they are failed or lost ones too).",
-    "null_chunks": "Chunks passed over in staging, because they had no block.",
     "existing_chunks": "Chunks that were to be written and were in the store already.",
     "saved_chunks": "Chunks written to the store.",
     "saved_bytes": "Bytes written to the store, tags included.",

@@ -48,7 +48,7 @@ class House:
         return [key in self.present for key in keys]
 
     def arrive(self, *, sentinels: bool = False) -> None:
-        self.admission.inquire(self.view, "ns", 0.0, sentinels=sentinels)
+        self.admission.inquire(self.view, self.tracker, "ns", 0.0, sentinels=sentinels)
 
     def match(self, num_computed: int = 0, now_s: float = 0.0) -> int | None:
         return self.admission.match(self.view, self.tracker, "ns", num_computed, now_s)
@@ -211,7 +211,7 @@ def test_what_counts_is_what_the_engine_grants() -> None:
     """It may be less than was promised, and it ends the lookup."""
     house = House(12)
     assert house.match(32) == 160
-    assert house.admission.granted("r", 64) == (32, 96)
+    assert house.admission.granted("r", 64) == (32, 96, ())
     assert house.admission.num_inquiries == 0
     assert house.admission.granted("r", 64) is None
     assert house.match(32) == 160

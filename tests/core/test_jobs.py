@@ -78,6 +78,7 @@ def job(first_chunk: int, num_chunks: int) -> StoreJob:
         start_token=first_chunk * 16,
         end_token=(first_chunk + num_chunks) * 16,
         hashes=BlockHashes.pack(hashes, first=first_chunk),
+        first_chunks=(first_chunk,),
         block_ids=(pack_block_ids(range(70000, 70000 + num_chunks)),),
     )
 

@@ -11,12 +11,12 @@ from tests.runtime_harness import hashes_of
 
 def store_task(job_id: int = 1, deadline_s: float = 10.0) -> StoreTask:
     """An open job."""
-    return StoreTask(StoreJob(job_id, 0, 0, 4, hashes_of("a", 1), (b"",)), deadline_s)
+    return StoreTask(StoreJob(job_id, 0, 0, 4, hashes_of("a", 1), (0,), (b"",)), deadline_s)
 
 
 def load_task(request_id: str = "r", deadline_s: float = 10.0, job_id: int = 1) -> LoadTask:
     """An open load from token 8 on."""
-    job = LoadJob(job_id, request_id, 0, 8, 16, hashes_of("a", 4), (2,), (b"",))
+    job = LoadJob(job_id, request_id, 0, 8, 16, hashes_of("a", 4), (2,), (16,), (b"",))
     return LoadTask(job, deadline_s, 8)
 
 

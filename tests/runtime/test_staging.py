@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from kvtide.core.jobs import StepPlan
+from kvtide.core.jobs import BoundaryPut, StepPlan
 from kvtide.runtime.context import StoreShare
 from kvtide.runtime.tags import TAG_BYTES, verify
-from tests.runtime_harness import WAIT_S, Rank
+from tests.runtime_harness import WAIT_S, Rank, hashes_of
 
 
 def test_copy_waits_for_the_engines_work() -> None:
@@ -83,7 +83,6 @@ def test_null_blocks_are_skipped_and_do_not_fail_the_job() -> None:
     assert rank.ends(job) == ["stored"]
     assert list(rank.scripted.values) == [rank.key("a", 2)]
     assert rank.blocks.reads == [(0, (7,))]
-    assert rank.report.counters["null_chunks"] == 2
 
 
 @pytest.mark.parametrize("block_ids", [[0, 0], []])
@@ -98,16 +97,26 @@ def test_a_job_with_nothing_to_store_ends_all_the_same(block_ids: list[int]) -> 
     rank.worker.check_idle()
 
 
-def test_masked_chunks_are_neither_read_nor_stored() -> None:
-    """The mask is relative to the job's first chunk, per group; None stores all of a group."""
-    share = StoreShare(mask_for=lambda _job: [[True, False, True], None])
-    rank = Rank(groups=[(4, 100), (4, 50)], share=share)
-    rank.step(rank.store_job("a", 8, 20, [1, 2, 3], [4, 5, 6]))
+def test_each_group_is_stored_from_its_own_first_chunk() -> None:
+    """Chunks between nulls keep their names, whatever lies before them in the job."""
+    rank = Rank(groups=[(4, 100), (4, 50)])
+    rank.step(rank.store_job("a", 8, 20, [1, 0, 3], [4, 5, 6]))
     assert rank.blocks.reads == [(0, (1, 3)), (1, (4, 5, 6))]
     assert set(rank.scripted.values) == {
         *(rank.key("a", chunk) for chunk in (2, 4)),
         *(rank.key("a", chunk, 1) for chunk in (2, 3, 4)),
     }
+
+
+def test_a_boundary_job_stores_each_block_under_the_hash_it_is_given() -> None:
+    """A state of group 1 and a cut chunk of group 0, both at token 6 of blocks of 4 tokens."""
+    rank = Rank(groups=[(4, 100), (4, 50)], hash_block_size=2)
+    job = rank.boundary_job("a", BoundaryPut(0, 1, 6, 3), BoundaryPut(1, 1, 6, 7))
+    rank.step(job)
+    assert rank.ends(job) == ["stored"]
+    assert rank.blocks.reads == [(0, (3,)), (1, (7,))]
+    name = hashes_of("a", 3)[2]
+    assert set(rank.scripted.values) == {database.key_for(name) for database in rank.databases[0]}
 
 
 def test_ranks_with_equal_bytes_share_the_chunks_by_absolute_index() -> None:
@@ -187,15 +196,14 @@ def test_a_full_put_queue_refuses_before_reading_blocks() -> None:
     rank.worker.check_idle()
 
 
-@pytest.mark.parametrize("fault", ["read", "mask", "prefix", "hashes"])
+@pytest.mark.parametrize("fault", ["read", "prefix", "hashes"])
 def test_a_fault_in_staging_ends_the_job(fault: str) -> None:
     """Whatever goes wrong, the job fails, its rows are free, and the next job works."""
 
     def broken(*_args: object) -> None:
         raise RuntimeError("broken")
 
-    share = StoreShare(mask_for=broken) if fault == "mask" else None  # type: ignore[arg-type]
-    rank = Rank(share=share)
+    rank = Rank()
     read = rank.blocks.read
     if fault == "read":
         rank.blocks.read = broken  # type: ignore[method-assign]
@@ -205,11 +213,10 @@ def test_a_fault_in_staging_ends_the_job(fault: str) -> None:
     rank.step(job)
     assert rank.ends(job) == ["failed"]
     rank.worker.check_idle()
-    if fault != "mask":
-        rank.blocks.read = read  # type: ignore[method-assign]
-        after = rank.store_job("b", 0, 4, [1])
-        rank.step(after)
-        assert rank.ends(after) == ["stored"]
+    rank.blocks.read = read  # type: ignore[method-assign]
+    after = rank.store_job("b", 0, 4, [1])
+    rank.step(after)
+    assert rank.ends(after) == ["stored"]
 
 
 def test_recording_that_fails_costs_the_jobs_not_the_step() -> None:

@@ -7,6 +7,7 @@ in ``[known_from, hit)`` can be loaded. When the engine asks, with what it reall
     known_from <= num_computed              answer max(0, hit - num_computed)
     num_computed < known_from, once         look up the gap, answer "not yet"
     ... again (its blocks are vanishing)    look up from 0, once
+    a bound below the hit                   look up below the bound, once (see ``may_shorten``)
     no result yet                           answer "not yet", for at most ``lookup_wait_s``
 
 The engine repeats the question while allocation fails, so asking changes nothing: a result ends
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
@@ -72,6 +73,9 @@ class _Inquiry:
     """Where the gap that this lookup asks for ends; 0 where it asks for no gap."""
     hit_beyond_gap: int = 0
     """The hit that an earlier lookup found behind the gap."""
+    tail_tokens: tuple[int, ...] = ()
+    is_bounded: bool = False
+    """It was submitted again because a budget forbids the longer hit."""
     num_gaps: int = 0
     wait_until_s: float | None = None
     gave_up: bool = False
@@ -79,6 +83,14 @@ class _Inquiry:
     promised: tuple[int, int] | None = None
     """The last answer: tokens computed by the engine, and the hit."""
     promised_since_s: float | None = None
+
+
+class Granted(NamedTuple):
+    """What the engine allocated of what was promised; ``tail_tokens`` as the lookup has them."""
+
+    num_computed_tokens: int
+    hit_token: int
+    tail_tokens: tuple[int, ...]
 
 
 class Admission:
@@ -113,14 +125,22 @@ class Admission:
         """How many loads are under way."""
         return len(self._loading)
 
-    def inquire(self, view: RequestView, namespace: str, now_s: float, *, sentinels: bool) -> None:
+    def inquire(
+        self,
+        view: RequestView,
+        tracker: RequestTracker,
+        namespace: str,
+        now_s: float,
+        *,
+        sentinels: bool,
+    ) -> None:
         """Start looking a request up, from the local hit that the engine is likely to have.
 
         With ``sentinels`` the lookup also asks for the ends of what the engine holds.
         """
         self.drop(view.request_id)
-        start = self._coordinator.last_boundary(view.local_hit_hint())
-        self._submit(view, namespace, start, now_s, sentinels=sentinels)
+        start = self._coordinator.aligned(view.local_hit_hint())
+        self._submit(view, tracker, namespace, start, now_s, sentinels=sentinels)
 
     def drop(self, request_id: str) -> None:
         """Forget a request's lookup."""
@@ -144,18 +164,23 @@ class Admission:
             return 0
         inquiry = self._inquiries.get(view.request_id)
         if inquiry is None or (inquiry.ticket is None and now_s >= inquiry.expires_s):
-            inquiry = self._submit(view, namespace, num_computed_tokens, now_s)
+            inquiry = self._submit(view, tracker, namespace, num_computed_tokens, now_s)
         if inquiry.ticket is not None and not self._collect(inquiry, tracker):
             return None if self._may_wait(inquiry, now_s) else 0
         if num_computed_tokens < inquiry.known_from:
-            self._ask_gap(view, namespace, inquiry, num_computed_tokens, now_s)
+            self._ask_gap(view, tracker, namespace, inquiry, num_computed_tokens, now_s)
             return None
         if self._was_refused(inquiry, tracker, now_s):
             return 0
-        return self._promise(view, tracker, inquiry, num_computed_tokens, now_s)
+        limit = self._limit_token(view, num_computed_tokens)
+        if inquiry.hit_token > limit and not self._coordinator.may_shorten:
+            return self._ask_below(
+                view, tracker, namespace, inquiry, num_computed_tokens, limit, now_s
+            )
+        return self._promise(inquiry, num_computed_tokens, limit, now_s)
 
-    def granted(self, request_id: str, num_external_tokens: int) -> tuple[int, int] | None:
-        """Return ``(num_computed_tokens, hit_token)`` of what the engine allocated, and forget it.
+    def granted(self, request_id: str, num_external_tokens: int) -> Granted | None:
+        """Return what the engine allocated of what was promised, and forget the inquiry.
 
         The engine may grant less than was promised, or nothing; what was promised is never used.
         """
@@ -164,8 +189,10 @@ class Admission:
         self.drop(request_id)
         if not num_external_tokens or promised is None:
             return None
-        num_computed_tokens, _ = promised
-        return num_computed_tokens, num_computed_tokens + num_external_tokens
+        num_computed_tokens, promised_token = promised
+        hit_token = num_computed_tokens + num_external_tokens
+        tails = inquiry.tail_tokens if inquiry and hit_token == promised_token else ()
+        return Granted(num_computed_tokens, hit_token, tails)
 
     def load_started(self, request_id: str, num_tokens: int) -> None:
         """Count a load against the budget until :meth:`load_ended`."""
@@ -195,6 +222,7 @@ class Admission:
     def _submit(
         self,
         view: RequestView,
+        tracker: RequestTracker,
         namespace: str,
         start_token: int,
         now_s: float,
@@ -202,24 +230,26 @@ class Admission:
         sentinels: bool = False,
         end_token: int | None = None,
     ) -> _Inquiry:
-        unit = self._coordinator.hash_block_size
-        known_tokens = min(view.num_tokens - 1, view.num_hashes * unit)
-        if end_token is None:
-            end_token = self._coordinator.last_boundary(max(0, known_tokens))
-        start_token = min(start_token, end_token)
+        coordinator = self._coordinator
+        unit = coordinator.hash_block_size
+        end = min(view.num_tokens - 1, view.num_hashes * unit)
+        for bound in (end_token, tracker.load_limit_token):
+            end = end if bound is None else min(end, bound)
+        end = coordinator.last_boundary(max(0, end))
+        start_token = min(start_token, end)
+        end_hash = min(view.num_hashes, (end + coordinator.max_proof_tokens) // unit)
+        first_hash = start_token // unit
         query = LookupQuery(
             start_token,
-            end_token,
-            HashWindow(
-                view.hashes(start_token // unit, end_token // unit), first=start_token // unit
-            ),
+            end,
+            HashWindow(view.hashes(first_hash, end_hash), first=first_hash),
             self._sentinel_hashes(view, start_token) if sentinels else (),
         )
         inquiry = _Inquiry(
             None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s
         )
         self._inquiries[view.request_id] = inquiry
-        if start_token < end_token or query.sentinel_hashes:
+        if start_token < end or query.sentinel_hashes:
             inquiry.ticket = self._next_ticket
             self._next_ticket += 1
             self._counters["lookups"] += 1
@@ -228,9 +258,9 @@ class Admission:
 
     def _sentinel_hashes(self, view: RequestView, start_token: int) -> tuple[bytes, ...]:
         """Return the hashes of chunk 0 and of the last chunk below the local hit."""
-        if not start_token:
+        block_size = self._coordinator.sentinel_block_size
+        if not start_token or block_size is None:
             return ()
-        block_size = self._coordinator.groups[0].block_size
         ratio = block_size // self._coordinator.hash_block_size
         last = start_token // block_size * ratio
         ends = sorted({ratio, last})
@@ -245,6 +275,7 @@ class Admission:
         inquiry.ticket = None
         inquiry.known_from = hit.start_token
         inquiry.hit_token = hit.hit_token
+        inquiry.tail_tokens = hit.tail_tokens
         if inquiry.gap_end and hit.hit_token >= inquiry.gap_end:
             inquiry.hit_token = max(hit.hit_token, inquiry.hit_beyond_gap)
         tracker.repair = tracker.repair or not hit.sentinels_present
@@ -264,6 +295,7 @@ class Admission:
     def _ask_gap(
         self,
         view: RequestView,
+        tracker: RequestTracker,
         namespace: str,
         inquiry: _Inquiry,
         num_computed_tokens: int,
@@ -272,15 +304,40 @@ class Admission:
         """Look up what lies between the engine's real local hit and the guess.
 
         A second gap means that the engine is losing blocks while the request waits: then look up
-        from 0, so that no third one can follow.
+        from 0, so that no third one can follow. Where a hit says nothing of shorter ones, the end
+        of the gap may be no boundary to resume at, so all is looked up again.
         """
         start = 0 if inquiry.num_gaps else num_computed_tokens
-        replacement = self._submit(view, namespace, start, now_s, end_token=inquiry.known_from)
+        gap_end = inquiry.known_from if self._coordinator.may_shorten else None
+        replacement = self._submit(view, tracker, namespace, start, now_s, end_token=gap_end)
         replacement.num_gaps = inquiry.num_gaps + 1
         replacement.wait_until_s = inquiry.wait_until_s
         replacement.gave_up = inquiry.gave_up
-        replacement.gap_end = inquiry.known_from
-        replacement.hit_beyond_gap = inquiry.hit_token
+        if gap_end is not None:
+            replacement.gap_end = gap_end
+            replacement.hit_beyond_gap = inquiry.hit_token
+
+    def _ask_below(
+        self,
+        view: RequestView,
+        tracker: RequestTracker,
+        namespace: str,
+        inquiry: _Inquiry,
+        num_computed_tokens: int,
+        limit_token: int,
+        now_s: float,
+    ) -> int | None:
+        """Look up the best hit that a bound allows; one try, then there is none for now."""
+        if inquiry.is_bounded or limit_token <= num_computed_tokens:
+            inquiry.promised = inquiry.promised_since_s = None
+            return 0
+        replacement = self._submit(
+            view, tracker, namespace, num_computed_tokens, now_s, end_token=limit_token
+        )
+        replacement.is_bounded = True
+        replacement.wait_until_s = inquiry.wait_until_s
+        replacement.gave_up = inquiry.gave_up
+        return None
 
     def _was_refused(self, inquiry: _Inquiry, tracker: RequestTracker, now_s: float) -> bool:
         """Tell whether to answer 0 this once, because the engine does not admit the load.
@@ -299,23 +356,16 @@ class Admission:
         self._counters["promises_withdrawn"] += 1
         return True
 
-    def _promise(
-        self,
-        view: RequestView,
-        tracker: RequestTracker,
-        inquiry: _Inquiry,
-        num_computed_tokens: int,
-        now_s: float,
-    ) -> int:
-        hit = min(inquiry.hit_token, self._coordinator.last_boundary(max(0, view.num_tokens - 1)))
-        if tracker.load_limit_token is not None:
-            hit = min(hit, self._coordinator.last_boundary(tracker.load_limit_token))
-        num_tokens = max(0, hit - num_computed_tokens)
+    def _limit_token(self, view: RequestView, num_computed_tokens: int) -> int:
+        """Return the last boundary that may be promised: below the end, within the budget."""
         room = self._limits.max_load_tokens - sum(self._loading.values())
-        if num_tokens > room:
-            num_tokens = max(
-                0, self._coordinator.last_boundary(num_computed_tokens + room) - num_computed_tokens
-            )
+        limit = min(view.num_tokens - 1, num_computed_tokens + room)
+        return self._coordinator.last_boundary(max(0, limit))
+
+    def _promise(
+        self, inquiry: _Inquiry, num_computed_tokens: int, limit_token: int, now_s: float
+    ) -> int:
+        num_tokens = max(0, min(inquiry.hit_token, limit_token) - num_computed_tokens)
         if num_tokens < max(1, self._limits.min_load_tokens):
             num_tokens = 0
         inquiry.promised = (num_computed_tokens, num_computed_tokens + num_tokens)

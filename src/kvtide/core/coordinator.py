@@ -81,8 +81,13 @@ class Coordinator:
 
     @property
     def may_shorten(self) -> bool:
-        """Whether every boundary below a hit is a hit as well."""
-        return all(group.is_downward_closed for group in self.groups)
+        """Whether every boundary below a hit is a hit as well, under the names at the boundary."""
+        return not self.partial_hits and all(group.is_downward_closed for group in self.groups)
+
+    @property
+    def sentinel_block_size(self) -> int | None:
+        """The block size of the group whose chunks are all stored, ``None`` where there is none."""
+        return next((g.block_size for g in self.groups if g.is_downward_closed), None)
 
     def aligned(self, num_tokens: int) -> int:
         """Return ``num_tokens`` rounded down to whole ``lcm_block_size``: the units of saving."""
@@ -137,14 +142,51 @@ class Coordinator:
 
     def savable_token(self, num_certain_tokens: int) -> int:
         """Return up to where ``num_certain_tokens`` can be saved: whole units with their proof."""
-        return max(0, self.aligned(num_certain_tokens - self._whole_proof_tokens))
+        return max(0, self.aligned(num_certain_tokens - self.whole_proof_tokens))
 
     @property
-    def _whole_proof_tokens(self) -> int:
+    def whole_proof_tokens(self) -> int:
         """The proofs that are whole chunks. What is finer only boundary puts can save."""
         return max(
             group.proof_tokens // group.block_size * group.block_size for group in self.groups
         )
+
+    @property
+    def max_stored_per_unit(self) -> int:
+        """How many chunks of a unit are stored at most, over all groups."""
+        unit = self.lcm_block_size
+        num_chunks = 0
+        for group in self.groups:
+            if group.is_state:
+                continue
+            whole = unit // group.block_size
+            reach = unit if group.reach_tokens is None else group.reach_tokens
+            num_chunks += min(whole, ceil_div(reach + group.proof_tokens, group.block_size) + 1)
+        return num_chunks
+
+    def boundary_chunks(
+        self, boundary: int, num_prompt_tokens: int | None
+    ) -> list[list[tuple[int, int]]]:
+        """Return per group what resuming at ``boundary`` needs beside what saving its units stores.
+
+        That is, as ``(chunk, end_token)``: chunks past the last whole unit, one that the boundary
+        (or its proof) cuts, and chunks of a boundary that retention does not keep. The hash at
+        ``end_token`` names the chunk. State groups have none: the engine hands their blocks off.
+        """
+        saved_token = self.aligned(boundary)
+        needed: list[list[tuple[int, int]]] = []
+        for group in self.groups:
+            if group.is_state:
+                needed.append([])
+                continue
+            size, end_token = group.block_size, boundary + group.proof_tokens
+            matched = group.matched(boundary)
+            saved_stop = saved_token // size + group.proof_tokens // size
+            saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
+            stored = self._reachable_runs(group, saved, num_prompt_tokens)
+            missing = _without(matched, stored)
+            needed.append([(chunk, min((chunk + 1) * size, end_token)) for chunk in missing])
+        return needed
 
     def _reachable_runs(
         self, group: Group, chunks: range, num_prompt_tokens: int | None
@@ -226,6 +268,17 @@ class Coordinator:
         end_token = self.last_boundary(max(0, known_tokens))
         end = (end_token + self.max_proof_tokens) // self.hash_block_size
         return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+
+
+def _without(chunks: range, runs: Sequence[range]) -> list[int]:
+    """Return the chunks that lie in none of the ascending ``runs``."""
+    left: list[int] = []
+    first = chunks.start
+    for run in runs:
+        left.extend(range(first, run.start))
+        first = run.stop
+    left.extend(range(first, chunks.stop))
+    return left
 
 
 def _merged(runs: list[range]) -> list[range]:

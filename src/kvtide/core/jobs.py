@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple, TypeAlias
 
 from kvtide.core.keys import BlockHashes
 
@@ -37,8 +38,9 @@ class StoreJob:
     """Write the KV cache of the tokens ``[start_token, end_token)`` of one request.
 
     Both ends are multiples of ``lcm_block_size``. ``block_ids[g]`` holds, packed, the block of
-    each chunk of group ``g`` in that range; null entries are skipped, not failed. ``hashes``
-    carries the hash blocks of the range under their absolute indexes.
+    each chunk of group ``g`` from ``first_chunks[g]`` (absolute) on; what is not worth storing, and
+    what the engine has freed, is null and is skipped, not failed. ``hashes`` carries the hash
+    blocks of the range, and of the proofs behind it, under their absolute indexes.
     """
 
     job_id: int
@@ -46,7 +48,38 @@ class StoreJob:
     start_token: int
     end_token: int
     hashes: BlockHashes
+    first_chunks: tuple[int, ...]
     block_ids: tuple[bytes, ...]
+
+
+class BoundaryPut(NamedTuple):
+    """One block to write, under the hash at the end of the tokens that it stands for.
+
+    ``end_token`` lies in chunk ``chunk_id`` (absolute) of the group, or at its end.
+    """
+
+    group_id: int
+    chunk_id: int
+    end_token: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryJob:
+    """Write what makes one boundary of a request fit to resume at, beside what store jobs write.
+
+    That is the states the engine handed off, and the chunks of the other groups that no store job
+    covers, such as a chunk that the boundary cuts. ``hashes[i]`` names ``puts[i]``.
+    """
+
+    job_id: int
+    prefix_id: int
+    puts: tuple[BoundaryPut, ...]
+    hashes: tuple[bytes, ...]
+
+
+SaveJob: TypeAlias = StoreJob | BoundaryJob
+"""What a rank copies out of the engine's blocks and writes to the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +87,8 @@ class LoadJob:
     """Fill the blocks of one request from the store, so that it resumes at ``end_token``.
 
     ``first_chunks[g]`` is the absolute index of the first chunk of group ``g`` to load and
-    ``block_ids[g]`` the target block of each chunk from there on, packed. ``request_id`` is only
-    handed back to the engine.
+    ``block_ids[g]`` the target block of each chunk from there on, packed. The hash at
+    ``tail_tokens[g]`` names the last of them. ``request_id`` is only handed back to the engine.
     """
 
     job_id: int
@@ -65,6 +98,7 @@ class LoadJob:
     end_token: int
     hashes: BlockHashes
     first_chunks: tuple[int, ...]
+    tail_tokens: tuple[int, ...]
     block_ids: tuple[bytes, ...]
 
 
@@ -78,7 +112,7 @@ class StepPlan:
     """
 
     prefixes: Mapping[int, str] = field(default_factory=dict)
-    stores: tuple[StoreJob, ...] = ()
+    stores: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
 

@@ -80,6 +80,8 @@ class SaveProgress:
     saved_offset: int
     scheduled_offset: int
     back_off: BackOff
+    first_token: int = 0
+    """What the engine held, or had loaded, when this life began to compute."""
     done: dict[int, int] = field(default_factory=dict)
     """Ranges that are stored but do not yet join ``saved_offset``: start to end."""
     num_open_jobs: int = 0

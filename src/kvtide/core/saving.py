@@ -1,11 +1,14 @@
 """Saving: which store jobs a step emits, what they pin, and what their reports mean.
 
-Theory of operation. Three rules keep it right:
+Theory of operation. Four rules keep it right:
 
 * **Only certain tokens are saved.** After a step, ``min(computed + scheduled, hashed)`` tokens of
   a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
   Whenever that passes a multiple of ``lcm_block_size``, one job covers
   ``[scheduled_offset, aligned)`` and nothing below it is touched.
+* **States are saved when the engine hands them off**, or never: their place in a block table says
+  nothing. A hand-off becomes a job of its own, beside the offsets; with it go the chunks of other
+  groups that no store job covers but a request resuming at that boundary needs.
 * **A job's blocks are pinned until every rank has staged them**, within a budget. A job is cut to
   the budget, never refused for its size; what is left follows on any later step.
 * **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
@@ -19,23 +22,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobEnd, JobReport
+from kvtide.core.jobs import JobEnd, JobReport, StoreJob
 from kvtide.core.requests import RequestTracker, SaveProgress
-from kvtide.core.transfer import PlannedStore, RequestView, plan_store
+from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_boundary, plan_store
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """Which tokens an engine of this role saves."""
+    """Which tokens an engine of this role saves.
+
+    The last ``num_unsettled_tokens`` that are computed are left for later: a draft model of several
+    modules may write their KV cache once more.
+    """
 
     prefill: bool = True
     decode: bool = False
+    num_unsettled_tokens: int = 0
 
     @property
     def any(self) -> bool:
@@ -71,9 +79,9 @@ class Scheduled(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenJob:
-    """A store job that not every rank has ended yet."""
+    """A job that not every rank has ended yet; ``progress`` is ``None`` for one beside offsets."""
 
-    progress: SaveProgress
+    progress: SaveProgress | None
     start_token: int
     end_token: int
     pinned_block_ids: list[int]
@@ -134,7 +142,9 @@ class Saving:
 
     def _next_due_token(self, tracker: RequestTracker, progress: SaveProgress) -> float:
         """Return the token count from which a request has to be looked at again."""
-        due = progress.scheduled_offset + self._coordinator.lcm_block_size
+        coordinator = self._coordinator
+        due = progress.scheduled_offset + coordinator.lcm_block_size
+        due += coordinator.whole_proof_tokens + self.policy.num_unsettled_tokens
         if not self.policy.decode and due > tracker.num_admitted_tokens:
             return math.inf
         return due
@@ -162,7 +172,12 @@ class Saving:
         if not self.policy.prefill:
             start = max(start, tracker.num_admitted_tokens)
         offset = self._coordinator.aligned(start)
-        tracker.progress = SaveProgress(offset, offset, BackOff(self._limits.delays))
+        tracker.progress = SaveProgress(
+            offset,
+            offset,
+            BackOff(self._limits.delays),
+            first_token=scheduled.num_computed_tokens,
+        )
 
     def emit(
         self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
@@ -171,7 +186,7 @@ class Saving:
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
-        certain = self._certain_token(tracker, scheduled)
+        certain = self._coordinator.savable_token(self.certain_token(tracker, scheduled))
         if certain <= progress.scheduled_offset and not progress.must_rewind:
             self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
             return None
@@ -190,17 +205,72 @@ class Saving:
             end_token=end,
         )
         self._open(planned, progress)
+        self._counters["store_jobs"] += 1
         return planned
 
-    def _certain_token(self, tracker: RequestTracker, scheduled: Scheduled) -> int:
+    def publish(
+        self,
+        tracker: RequestTracker,
+        view: RequestView,
+        hand_offs: Sequence[HandOff],
+        num_certain_tokens: int,
+        now_s: float,
+    ) -> list[PlannedStore]:
+        """Return the jobs that save the states the engine handed off, one per boundary.
+
+        An offer holds for one step: what the budget or a back-off forbids now is lost, and counted.
+        """
+        assert tracker.prefix_id is not None
+        planned_jobs: list[PlannedStore] = []
+        by_boundary: dict[int, list[HandOff]] = {}
+        for hand_off in hand_offs:
+            if self._is_to_be_saved(tracker, hand_off.boundary):
+                by_boundary.setdefault(hand_off.boundary, []).append(hand_off)
+        for boundary, states in sorted(by_boundary.items()):
+            planned = plan_boundary(
+                view,
+                self._coordinator,
+                states,
+                job_id=self._take_job_id(),
+                prefix_id=tracker.prefix_id,
+                boundary=boundary,
+                num_certain_tokens=num_certain_tokens,
+            )
+            if not planned.pinned_block_ids:
+                continue
+            if self._must_wait(now_s) or not self._may_pin(len(planned.pinned_block_ids)):
+                self._counters["lost_boundaries"] += 1
+                continue
+            self._open(planned, None)
+            self._counters["boundary_jobs"] += 1
+            planned_jobs.append(planned)
+        return planned_jobs
+
+    def _is_to_be_saved(self, tracker: RequestTracker, boundary: int) -> bool:
+        """Tell whether this role saves the tokens before ``boundary``, and did not load them."""
+        progress = tracker.progress
+        if progress is None or boundary <= progress.first_token:
+            return False
+        if boundary % self._coordinator.alignment:
+            return False
+        is_prefill = boundary <= tracker.num_admitted_tokens
+        return self.policy.prefill if is_prefill else self.policy.decode
+
+    def _may_pin(self, num_blocks: int) -> bool:
+        room = self._limits.max_pinned_blocks - self._num_pinned
+        return num_blocks <= room or not self._num_pinned
+
+    def certain_token(self, tracker: RequestTracker, scheduled: Scheduled) -> int:
         """Return up to where a request's tokens are final after this step and to be saved."""
         certain = min(
-            scheduled.num_computed_tokens + scheduled.num_scheduled_tokens,
+            scheduled.num_computed_tokens
+            + scheduled.num_scheduled_tokens
+            - self.policy.num_unsettled_tokens,
             scheduled.view.num_hashes * self._coordinator.hash_block_size,
         )
         if not self.policy.decode:
             certain = min(certain, tracker.num_admitted_tokens)
-        return self._coordinator.aligned(certain)
+        return certain
 
     def _must_wait(self, now_s: float) -> bool:
         """Judge the pool's back-off; after it, one job at a time until one succeeds."""
@@ -210,7 +280,7 @@ class Saving:
     def _budget_tokens(self) -> int:
         """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
         unit = self._coordinator.lcm_block_size
-        blocks_per_unit = self._coordinator.num_chunks(0, unit)
+        blocks_per_unit = max(1, self._coordinator.max_stored_per_unit)
         room = (self._limits.max_pinned_blocks - self._num_pinned) // blocks_per_unit * unit
         if room <= 0 and not self._num_pinned:
             room = unit
@@ -218,16 +288,18 @@ class Saving:
         largest = max(unit, self._coordinator.aligned(self._limits.max_job_tokens))
         return max(0, min(room, staging_room, largest))
 
-    def _open(self, planned: PlannedStore, progress: SaveProgress) -> None:
-        job, pinned = planned
-        progress.scheduled_offset = job.end_token
-        progress.num_open_jobs += 1
-        self._jobs[job.job_id] = _OpenJob(progress, job.start_token, job.end_token, pinned)
+    def _open(self, planned: PlannedStore, progress: SaveProgress | None) -> None:
+        job, pinned, num_null = planned
+        start = end = 0
+        if progress is not None:
+            assert isinstance(job, StoreJob)
+            start, end = job.start_token, job.end_token
+            progress.scheduled_offset = end
+            progress.num_open_jobs += 1
+        self._jobs[job.job_id] = _OpenJob(progress, start, end, pinned)
         self._num_pinned += len(pinned)
-        self._open_tokens += job.end_token - job.start_token
-        self._counters["store_jobs"] += 1
-        num_chunks = self._coordinator.num_chunks(job.start_token, job.end_token)
-        self._counters["skipped_null_chunks"] += num_chunks - len(pinned)
+        self._open_tokens += end - start
+        self._counters["skipped_null_chunks"] += num_null
 
     # ------------------------------------------------------------------ reports
 
@@ -260,19 +332,23 @@ class Saving:
         return block_ids[::-1]
 
     def _on_ended(self, job: _OpenJob, now_s: float) -> None:
-        progress = job.progress
-        progress.num_open_jobs -= 1
-        self._open_tokens -= job.end_token - job.start_token
         failures = {end for end in job.ends if not end.is_success}
-        if not failures:
-            self._pool_back_off.succeed()
-            progress.record_saved(job.start_token, job.end_token)
-            return
-        progress.record_failed(now_s)
-        self._due_tokens.clear()  # rare, and the job does not know whose it was
         if failures & {JobEnd.NO_SPACE, JobEnd.LOST}:
             self._pool_back_off.fail(now_s)
             self._counters["pool_back_offs"] += 1
+        elif not failures:
+            self._pool_back_off.succeed()
+        progress = job.progress
+        if progress is None:
+            self._counters["lost_boundaries"] += bool(failures)
+            return
+        progress.num_open_jobs -= 1
+        self._open_tokens -= job.end_token - job.start_token
+        if failures:
+            progress.record_failed(now_s)
+            self._due_tokens.clear()  # rare, and the job does not know whose it was
+        else:
+            progress.record_saved(job.start_token, job.end_token)
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""

@@ -8,17 +8,17 @@ through its life and hands it to both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtide.core.admission import Admission, AdmissionLimits, Lookups
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobReport, LoadJob, StepPlan, StoreJob
+from kvtide.core.jobs import JobReport, LoadJob, SaveJob, StepPlan
 from kvtide.core.keys import BlockHashes, PrefixTable
 from kvtide.core.requests import RequestEvent, RequestState, RequestTracker
 from kvtide.core.saving import SaveLimits, SavePolicy, Saving, Scheduled
-from kvtide.core.transfer import RequestView, plan_load
+from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_load
 
 UNKNOWN_PREFIX_ID = -1
 """No worker ever learns a namespace for it."""
@@ -26,10 +26,15 @@ UNKNOWN_PREFIX_ID = -1
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What the engine decided in one step; preemptions are applied first."""
+    """What the engine decided in one step; preemptions are applied first.
+
+    ``hand_offs`` has, by request, the states that the engine offers in this very step; its requests
+    are among the scheduled ones, or the offer is not taken.
+    """
 
     preempted: Sequence[RequestView] = ()
     scheduled: Iterable[Scheduled] = ()
+    hand_offs: Mapping[str, Sequence[HandOff]] = field(default_factory=dict)
 
 
 class StepOutcome(NamedTuple):
@@ -73,6 +78,8 @@ class PoolScheduler:
         self._prefixes = PrefixTable()
         self._trackers: dict[str, RequestTracker] = {}
         self._pending_loads: list[LoadJob] = []
+        self._pending_saves: list[SaveJob] = []
+        """Jobs of requests that finished since the last step; their blocks are pinned."""
         self._load_jobs: dict[str, int] = {}
         self._cancelled_loads: list[int] = []
         self._failed_loads: dict[str, int] = {}
@@ -128,7 +135,13 @@ class PoolScheduler:
             view.request_id, prefix_id, view.num_tokens, may_load=may_load
         )
         if namespace is not None and may_load:
-            self._admission.inquire(view, namespace, now_s, sentinels=self._saving.policy.prefill)
+            self._inquire(view, self._trackers[view.request_id], namespace, now_s)
+
+    def _inquire(
+        self, view: RequestView, tracker: RequestTracker, namespace: str, now_s: float
+    ) -> None:
+        sentinels = self._saving.policy.prefill
+        self._admission.inquire(view, tracker, namespace, now_s, sentinels=sentinels)
 
     def match(self, view: RequestView, num_computed_tokens: int, now_s: float) -> int | None:
         """Return how many tokens can be loaded beyond ``num_computed_tokens``; ``None``: ask again.
@@ -156,7 +169,6 @@ class PoolScheduler:
         if granted is None or tracker is None or tracker.prefix_id is None:
             self._pending_loads.append(self._refused_load(view, num_external_tokens))
             return
-        num_computed_tokens, hit_token = granted
         tracker.advance(RequestEvent.LOAD_STARTED)
         self.counters["load_jobs"] += 1
         job = plan_load(
@@ -164,8 +176,9 @@ class PoolScheduler:
             self.coordinator,
             job_id=self._take_job_id(),
             prefix_id=tracker.prefix_id,
-            num_computed_tokens=num_computed_tokens,
-            hit_token=hit_token,
+            num_computed_tokens=granted.num_computed_tokens,
+            hit_token=granted.hit_token,
+            tail_tokens=granted.tail_tokens,
         )
         self._load_jobs[view.request_id] = job.job_id
         self._pending_loads.append(job)
@@ -185,8 +198,27 @@ class PoolScheduler:
             end_token=num_tokens,
             hashes=BlockHashes.pack(()),
             first_chunks=(0,) * num_groups,
+            tail_tokens=(0,) * num_groups,
             block_ids=(b"",) * num_groups,
         )
+
+    def on_finishing(
+        self,
+        view: RequestView,
+        hand_offs: Sequence[HandOff],
+        num_computed_tokens: int,
+        now_s: float,
+    ) -> list[int]:
+        """Take the states that the engine hands off with a request's end; return blocks to pin.
+
+        Call it before :meth:`on_finished`; the jobs go out with the next step.
+        """
+        tracker = self._trackers.get(view.request_id)
+        if tracker is None or tracker.prefix_id is None:
+            return []
+        planned = self._saving.publish(tracker, view, hand_offs, num_computed_tokens, now_s)
+        self._pending_saves.extend(one.job for one in planned)
+        return [block_id for one in planned for block_id in one.pinned_block_ids]
 
     def on_finished(self, request_id: str) -> None:
         """Forget a request; its open jobs and loads still report and give back what is theirs.
@@ -201,22 +233,33 @@ class PoolScheduler:
         """Apply a step's events and return what the workers have to do for it."""
         for view in events.preempted:
             self._preempt(view, now_s)
-        stores: list[StoreJob] = []
+        stores, self._pending_saves = self._pending_saves, []
         pins: list[int] = []
         for scheduled in events.scheduled:
-            tracker = self._trackers.get(scheduled.view.request_id)
-            if tracker is None:
-                continue
-            self._on_scheduled(tracker, scheduled)
-            if not self._saving.policy.any or tracker.prefix_id is None:
-                continue
-            while planned := self._saving.emit(tracker, scheduled, now_s):
+            hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
+            for planned in self._save(scheduled, hand_offs, now_s):
                 stores.append(planned.job)
                 pins.extend(planned.pinned_block_ids)
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
         return StepOutcome(StepPlan(prefixes, tuple(stores), loads, cancelled), pins)
+
+    def _save(
+        self, scheduled: Scheduled, hand_offs: Sequence[HandOff], now_s: float
+    ) -> Iterable[PlannedStore]:
+        """Follow a scheduled request, and yield the jobs of this step for it."""
+        tracker = self._trackers.get(scheduled.view.request_id)
+        if tracker is None:
+            return
+        self._on_scheduled(tracker, scheduled)
+        if not self._saving.policy.any or tracker.prefix_id is None:
+            return
+        if hand_offs:  # first, since an offer that is not taken now is lost
+            certain = self._saving.certain_token(tracker, scheduled)
+            yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
+        while planned := self._saving.emit(tracker, scheduled, now_s):
+            yield planned
 
     def is_due(self, request_id: str, num_tokens: int) -> bool:
         """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.
@@ -306,8 +349,7 @@ class PoolScheduler:
         tracker.advance(RequestEvent.PREEMPTED)
         tracker.adopt_next_prefix()
         if tracker.prefix_id is not None and tracker.may_load:
-            namespace = self._prefixes.name_of(tracker.prefix_id)
-            self._admission.inquire(view, namespace, now_s, sentinels=self._saving.policy.prefill)
+            self._inquire(view, tracker, self._prefixes.name_of(tracker.prefix_id), now_s)
 
     def _forget(self, request_id: str) -> None:
         self._admission.drop(request_id)

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, StoreJob, pack_block_ids
+from kvtide.core.jobs import (
+    NULL_BLOCK_ID,
+    BoundaryJob,
+    BoundaryPut,
+    LoadJob,
+    SaveJob,
+    StoreJob,
+    pack_block_ids,
+)
 from kvtide.core.keys import BlockHashes
 
 
@@ -24,6 +32,10 @@ class RequestView(Protocol):
     @property
     def num_tokens(self) -> int:
         """The tokens that exist now: the prompt and what was generated."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens the request came with."""
 
     @property
     def num_hashes(self) -> int:
@@ -45,11 +57,26 @@ class RequestView(Protocol):
         """Guess how many tokens the engine's own prefix cache holds."""
 
 
-class PlannedStore(NamedTuple):
-    """A store job and the blocks that must stay as they are until every rank has staged it."""
+class HandOff(NamedTuple):
+    """A state the engine offers: ``block_id`` of a state group holds it after ``boundary`` tokens.
 
-    job: StoreJob
+    It stays as it is for the step of the offer only, unless it is pinned.
+    """
+
+    group_id: int
+    block_id: int
+    boundary: int
+
+
+class PlannedStore(NamedTuple):
+    """A job, the blocks that must stay as they are until every rank has staged it, and a count.
+
+    ``num_null`` chunks were worth storing, but the engine has freed their blocks.
+    """
+
+    job: SaveJob
     pinned_block_ids: list[int]
+    num_null: int
 
 
 def plan_store(
@@ -63,21 +90,93 @@ def plan_store(
 ) -> PlannedStore:
     """Plan the store of ``[start_token, end_token)``, both multiples of ``lcm_block_size``.
 
-    Null entries of a block table stay in the job (the worker skips them) and are not pinned.
+    What the store mask leaves out becomes null, like what the engine has freed. Nulls stay in the
+    job (the worker skips them) and are not pinned.
     """
     unit = coordinator.hash_block_size
-    first, end = start_token // unit, end_token // unit
     pinned: list[int] = []
+    num_wanted = 0
+    first_chunks: list[int] = []
     tables: list[bytes] = []
-    for group_id, group in enumerate(coordinator.groups):
-        ids = view.block_ids(
-            group_id, start_token // group.block_size, end_token // group.block_size
+    end_hash = end_token // unit
+    all_runs = coordinator.stored_runs(start_token, end_token, view.num_prompt_tokens)
+    for group_id, runs in enumerate(all_runs):
+        table: Sequence[int] = ()
+        first = 0
+        if runs:
+            first, stop = runs[0].start, runs[-1].stop
+            table = _masked(view.block_ids(group_id, first, stop), first, runs)
+            block_size = coordinator.groups[group_id].block_size
+            end_hash = max(end_hash, stop * block_size // unit)
+        first_chunks.append(first)
+        tables.append(pack_block_ids(table))
+        pinned.extend(block_id for block_id in table if block_id != NULL_BLOCK_ID)
+        num_wanted += sum(map(len, runs))
+    first_hash = start_token // unit
+    hashes = BlockHashes.pack(view.hashes(first_hash, end_hash), first=first_hash)
+    job = StoreJob(
+        job_id, prefix_id, start_token, end_token, hashes, tuple(first_chunks), tuple(tables)
+    )
+    return PlannedStore(job, pinned, num_wanted - len(pinned))
+
+
+def _masked(block_ids: Sequence[int], first_chunk: int, runs: Sequence[range]) -> Sequence[int]:
+    """Return a part of a block table with null for what lies outside ``runs``."""
+    if len(runs) == 1:
+        return block_ids
+    masked = [NULL_BLOCK_ID] * len(block_ids)
+    for run in runs:
+        part = slice(run.start - first_chunk, run.stop - first_chunk)
+        masked[part] = block_ids[part]
+    return masked
+
+
+def plan_boundary(
+    view: RequestView,
+    coordinator: Coordinator,
+    states: Sequence[HandOff],
+    *,
+    job_id: int,
+    prefix_id: int,
+    boundary: int,
+    num_certain_tokens: int,
+) -> PlannedStore:
+    """Plan what beside store jobs is needed to resume at ``boundary``: its ``states``, cut chunks.
+
+    Proofs that end past ``num_certain_tokens`` are left out: they are not computed yet.
+    """
+    groups = coordinator.groups
+    puts = [
+        BoundaryPut(
+            state.group_id,
+            (boundary - 1) // groups[state.group_id].block_size,
+            boundary,
+            state.block_id,
         )
-        tables.append(pack_block_ids(ids))
-        pinned.extend(block_id for block_id in ids if block_id != NULL_BLOCK_ID)
-    hashes = BlockHashes.pack(view.hashes(first, end), first=first)
-    job = StoreJob(job_id, prefix_id, start_token, end_token, hashes, tuple(tables))
-    return PlannedStore(job, pinned)
+        for state in states
+        if state.block_id != NULL_BLOCK_ID
+    ]
+    num_null = len(states) - len(puts)
+    needed = coordinator.boundary_chunks(boundary, view.num_prompt_tokens)
+    for group_id, chunks in enumerate(needed):
+        if not chunks:
+            continue
+        first, stop = chunks[0][0], chunks[-1][0] + 1
+        table = view.block_ids(group_id, first, stop)
+        for chunk, end_token in chunks:
+            if end_token > num_certain_tokens:
+                continue
+            block_id = table[chunk - first]
+            if block_id == NULL_BLOCK_ID:
+                num_null += 1
+            else:
+                puts.append(BoundaryPut(group_id, chunk, end_token, block_id))
+    unit = coordinator.hash_block_size
+    hashes = tuple(
+        bytes(view.hashes(put.end_token // unit - 1, put.end_token // unit)[0]) for put in puts
+    )
+    job = BoundaryJob(job_id, prefix_id, tuple(puts), hashes)
+    return PlannedStore(job, [put.block_id for put in puts], num_null)
 
 
 def plan_load(
@@ -88,11 +187,13 @@ def plan_load(
     prefix_id: int,
     num_computed_tokens: int,
     hit_token: int,
+    tail_tokens: Sequence[int] = (),
 ) -> LoadJob:
     """Plan the load that lets a request resume at ``hit_token``.
 
-    A target the engine gave out that somebody else may read is replaced by the null block: the
-    worker reports a chunk without a target as failed, and the request recomputes.
+    ``tail_tokens`` is the lookup's answer: which hash names each group's last chunk. A target the
+    engine gave out that somebody else may read is replaced by the null block: the worker reports a
+    chunk without a target as failed, and the request recomputes.
     """
     first_chunks: list[int] = []
     tables: list[bytes] = []
@@ -106,7 +207,8 @@ def plan_load(
         chunk * group.block_size // unit
         for chunk, group in zip(first_chunks, coordinator.groups, strict=True)
     )
-    hashes = view.hashes(first, hit_token // unit)
+    tails = tuple(tail_tokens) or (hit_token,) * len(coordinator.groups)
+    hashes = view.hashes(first, max(tails) // unit)
     return LoadJob(
         job_id=job_id,
         request_id=view.request_id,
@@ -115,5 +217,6 @@ def plan_load(
         end_token=hit_token,
         hashes=BlockHashes.pack(hashes, first=first),
         first_chunks=tuple(first_chunks),
+        tail_tokens=tails,
         block_ids=tuple(tables),
     )

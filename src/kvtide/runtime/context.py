@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from kvtide.core.jobs import StoreJob
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.ledger import Ledger
 from kvtide.runtime.limits import WorkerLimits
@@ -15,24 +13,15 @@ from kvtide.runtime.memory import BlockMemory
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.stores.base import Store
 
-JobMask: TypeAlias = Sequence[Sequence[bool] | None]
-"""Per group which chunks of a job are worth storing, from its first chunk on; None means all."""
-
-
-def store_all(_job: StoreJob) -> JobMask | None:
-    """Mask nothing."""
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class StoreShare:
     """Which chunks of a job this rank stores.
 
-    ``mask_for`` says per job which chunks are worth it. ``put_step`` ranks hold the same bytes, and
-    this one stores the chunks whose absolute index is ``put_step_rank`` modulo ``put_step``.
+    ``put_step`` ranks hold the same bytes, and this one stores the chunks whose absolute index is
+    ``put_step_rank`` modulo ``put_step``.
     """
 
-    mask_for: Callable[[StoreJob], JobMask | None] = store_all
     put_step: int = 1
     put_step_rank: int = 0
 

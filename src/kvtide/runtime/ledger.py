@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
 
-from kvtide.core.jobs import JobEnd, JobReport, LoadJob, StoreJob
+from kvtide.core.jobs import JobEnd, JobReport, LoadJob, SaveJob
 from kvtide.runtime.memory import Fence
 from kvtide.runtime.slab import Rows
 
@@ -42,7 +42,7 @@ class StoreTask:
     has the absolute chunk indexes.
     """
 
-    job: StoreJob
+    job: SaveJob
     deadline_s: float
     phase: Phase = Phase.WAITING
     rows: list[Rows] = field(default_factory=list)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_block_ids
-from kvtide.core.keys import BlockHashes
 from kvtide.core.layout import StoreLayout
 from kvtide.runtime.slab import Rows, page_padded
 from kvtide.runtime.tags import TAG_BYTES
@@ -88,10 +87,7 @@ def split_load(
 
 
 def part_values(
-    part: LoadPart,
-    databases: Sequence[ChunkedTokenDatabase],
-    hashes: BlockHashes,
-    layout: StoreLayout,
+    part: LoadPart, databases: Sequence[ChunkedTokenDatabase], job: LoadJob, layout: StoreLayout
 ) -> list[PartValue]:
     """Return the values of a part, run after run.
 
@@ -102,7 +98,10 @@ def part_values(
     for run in part.runs:
         database = databases[run.group_id]
         payload_bytes = layout.groups[run.group_id].payload_bytes
-        keys = database.keys(hashes, run.chunks)
+        tail_token = job.tail_tokens[run.group_id]
+        # Only the load's last chunk of a group has the tail inside it.
+        is_last = tail_token <= run.chunks.stop * database.block_size
+        keys = database.keys(job.hashes, run.chunks, tail_token if is_last else None)
         for row, (chunk, key) in enumerate(zip(run.chunks, keys, strict=True)):
             offset = run.rows.offset + row * run.rows.row_bytes
             values.append(PartValue(key, chunk * database.block_size, chunk, offset, payload_bytes))

@@ -7,14 +7,13 @@ done, whatever becomes of the put.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.jobs import NULL_BLOCK_ID, JobEnd, StoreJob
-from kvtide.core.keys import BlockHashes
+from kvtide.core.jobs import NULL_BLOCK_ID, BoundaryJob, JobEnd, SaveJob, StoreJob
 from kvtide.runtime.context import RankContext, StoreShare
 from kvtide.runtime.ledger import Phase, StoreTask
 from kvtide.runtime.memory import Fence
@@ -47,11 +46,15 @@ class FencedTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """The chunks of one group to stage: absolute indexes and, beside them, their blocks."""
+    """The chunks of one group to stage: absolute indexes and, beside them, their blocks.
+
+    ``hashes`` names them where their own last hash does not.
+    """
 
     group_id: int
     chunks: list[int]
     block_ids: list[int]
+    hashes: list[bytes] = field(default_factory=list)
 
 
 class Staging(Service[FencedTasks, FencedTasks]):
@@ -149,27 +152,34 @@ class Staging(Service[FencedTasks, FencedTasks]):
         layout = self._memory.layout.groups[group_id]
         return page_padded(layout.payload_bytes + TAG_BYTES)
 
-    def _select(self, job: StoreJob) -> list[_Selection]:
-        """Return what this rank stores of a job: masked, null and other ranks' chunks left out."""
-        masks = self._share.mask_for(job)
+    def _select(self, job: SaveJob) -> list[_Selection]:
+        """Return what this rank stores of a job: null and other ranks' chunks left out."""
+        return self._select_puts(job) if isinstance(job, BoundaryJob) else self._select_range(job)
+
+    def _select_range(self, job: StoreJob) -> list[_Selection]:
         selections: list[_Selection] = []
-        num_null = 0
-        for group_id, packed in enumerate(job.block_ids):
+        for group_id, (first, packed) in enumerate(
+            zip(job.first_chunks, job.block_ids, strict=True)
+        ):
             block_ids = np.frombuffer(packed, dtype=np.int32)
-            first = job.start_token // self._databases.block_sizes[group_id]
             chunks = np.arange(first, first + len(block_ids))
             keep = chunks % self._share.put_step == self._share.put_step_rank
-            mask = masks[group_id] if masks is not None else None
-            if mask is not None:
-                keep &= np.fromiter(mask, dtype=np.bool_, count=len(block_ids))
-            is_null = block_ids == NULL_BLOCK_ID
-            num_null += int(np.count_nonzero(keep & is_null))
-            keep &= ~is_null
+            keep &= block_ids != NULL_BLOCK_ID
             if keep.any():
                 kept = chunks[keep].tolist()
                 selections.append(_Selection(group_id, kept, block_ids[keep].tolist()))
-        self._ledger.count({"null_chunks": num_null})
         return selections
+
+    def _select_puts(self, job: BoundaryJob) -> list[_Selection]:
+        by_group: dict[int, _Selection] = {}
+        for put, chunk_hash in zip(job.puts, job.hashes, strict=True):
+            if put.chunk_id % self._share.put_step != self._share.put_step_rank:
+                continue
+            selection = by_group.setdefault(put.group_id, _Selection(put.group_id, [], []))
+            selection.chunks.append(put.chunk_id)
+            selection.block_ids.append(put.block_id)
+            selection.hashes.append(chunk_hash)
+        return list(by_group.values())
 
     def _copy(self, task: StoreTask, selections: Sequence[_Selection]) -> None:
         databases = self._databases[task.job.prefix_id]
@@ -181,7 +191,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
                 part = slice(done, done + run.num_rows)
                 database = databases[selection.group_id]
                 for rows, piece in _bursts(run, part):
-                    keys = _keys(database, task.job.hashes, selection.chunks[piece])
+                    keys = _keys(database, task.job, selection, piece)
                     self._copy_rows(task, selection, rows, piece, keys)
                 done += run.num_rows
 
@@ -210,11 +220,15 @@ def _bursts(run: Rows, part: slice) -> list[tuple[Rows, slice]]:
     return bursts
 
 
-def _keys(database: ChunkedTokenDatabase, hashes: BlockHashes, chunks: Sequence[int]) -> list[str]:
-    """Return the keys of ``chunks`` (ascending), all at once where there are no gaps."""
+def _keys(
+    database: ChunkedTokenDatabase, job: SaveJob, selection: _Selection, piece: slice
+) -> list[str]:
+    """Return the keys of a piece of a selection, all at once where its chunks have no gaps."""
+    if isinstance(job, BoundaryJob):
+        return [database.key_for(chunk_hash) for chunk_hash in selection.hashes[piece]]
+    chunks = selection.chunks[piece]
     first, last = chunks[0], chunks[-1]
     if last - first + 1 == len(chunks):
-        return database.keys(hashes, range(first, last + 1))
-    return [
-        database.key_for(hashes[database.last_hash_index(chunk, len(hashes))]) for chunk in chunks
-    ]
+        return database.keys(job.hashes, range(first, last + 1))
+    ratio = database.hashes_per_chunk
+    return database.keys_at(job.hashes, [(chunk + 1) * ratio - 1 for chunk in chunks])

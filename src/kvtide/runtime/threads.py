@@ -184,7 +184,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         databases = self._databases[task.job.prefix_id]
         block_sizes = self._databases.block_sizes
         for part in split_load(task.job, layout, block_sizes, self._slab.num_bytes):
-            values = part_values(part, databases, task.job.hashes, layout)
+            values = part_values(part, databases, task.job, layout)
             fail_token = self._fetch(values)
             if fail_token is not None:
                 task.unproven_token = fail_token

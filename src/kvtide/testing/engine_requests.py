@@ -42,7 +42,11 @@ class EngineRequest(RecordingRequest):
         may_load: bool = True,
         accepts: Sequence[int] = (0,),
     ) -> None:
-        super().__init__(request_id, tables=[[] for _ in model.block_sizes])
+        super().__init__(
+            request_id,
+            tables=[[] for _ in model.block_sizes],
+            num_prompt_tokens=len(prompt),
+        )
         self.prompt = tuple(prompt)
         self.tokens: list[int] = []
         self.max_tokens = max_tokens

@@ -34,9 +34,11 @@ class RecordingRequest:
         hashes: Sequence[bytes] = (),
         tables: Sequence[list[int]] | None = None,
         local_hit_tokens: int = 0,
+        num_prompt_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.num_tokens = num_tokens
+        self.num_prompt_tokens = num_tokens if num_prompt_tokens is None else num_prompt_tokens
         self.block_hashes = list(hashes)
         default = [list(range(1, len(self.block_hashes) + 1))]
         self.tables = [list(table) for table in tables or default]

@@ -153,6 +153,16 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         """Take in what the ranks report."""
         self._scheduler.on_output(connector_output)
 
+    def register_finished_partial_tail(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - the table is read in ranges
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Pin the states that vLLM hands off with a request's end; its blocks need not wait."""
+        self._scheduler.on_finishing(request, partial_tail_offloads)
+        return False
+
     def request_finished(
         self,
         request: Any,

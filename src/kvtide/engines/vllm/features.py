@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -155,6 +155,15 @@ def group_retains_longer_hits(group: Any) -> bool:
     return getattr(role, "value", role) not in (None, "default") or bool(
         getattr(group, "host_resident", False)
     )
+
+
+def boundary_hand_offs(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Return the states offered in this step: by request ``(group, block, boundary)``.
+
+    Releases without such offers have no state groups to serve.
+    """
+    block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return getattr(block_state, "boundary_state_offloads", None) or {}
 
 
 def transfer_results(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtide.config import PoolConfig
@@ -20,8 +20,10 @@ from kvtide.core.keys import CacheIdentity, namespace_for
 from kvtide.core.layout import StoreLayout, common_layout
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
+from kvtide.core.transfer import HandOff
 from kvtide.engines.deployment import Deployment
 from kvtide.engines.lora import PENDING, AdapterDigests
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import adapter_identity
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.stats_file import StatsFile
@@ -82,7 +84,7 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: Any) -> None:
         """Take the engine's cache manager, whose blocks jobs pin."""
         self._tables = EngineTables(
-            kv_cache_manager, self._plan.group_ids, self._plan.hash_block_size
+            kv_cache_manager, self._plan.group_ids, self._plan.coordinator()
         )
         self._start()
 
@@ -114,7 +116,7 @@ class SchedulerSide:
         if self._tables is None or self._layout is None or self._scheduler is not None:
             return
         config = self._config
-        coordinator = Coordinator(self._plan.groups, self._plan.hash_block_size)
+        coordinator = self._tables.coordinator
         self._lookups = LookupExecutor(
             self._store,
             coordinator.boundaries,
@@ -144,7 +146,11 @@ class SchedulerSide:
                 min_load_tokens=config.min_load_tokens,
                 delays=delays,
             ),
-            saves=SavePolicy(prefill=config.saves_prefill, decode=config.save_decode_cache),
+            saves=SavePolicy(
+                prefill=config.saves_prefill,
+                decode=config.save_decode_cache,
+                num_unsettled_tokens=self._plan.num_unsettled_tokens,
+            ),
             num_ranks=self._num_ranks,
         )
 
@@ -206,6 +212,17 @@ class SchedulerSide:
             self._introduce(view, is_last_call=True)
             self._scheduler.on_allocated(view, num_external_tokens)
 
+    def on_finishing(self, request: Any, offers: Sequence[tuple[int, int, int]]) -> None:
+        """Take the states that vLLM hands off with a request's end, and pin what is read."""
+        view = self._views.get(request.request_id)
+        if self._scheduler is None or self._tables is None or view is None:
+            return
+        pins = self._scheduler.on_finishing(
+            view, self._tables.hand_offs(offers), request.num_computed_tokens, self._clock()
+        )
+        if pins:
+            self._tables.pin(pins)
+
     def on_finished(self, request_id: str) -> None:
         """Forget a request that ended, however it ended."""
         self._views.pop(request_id, None)
@@ -239,14 +256,24 @@ class SchedulerSide:
             for request_id in scheduler_output.preempted_req_ids or ()
             if request_id in self._views
         ]
-        events = StepEvents(preempted, self._scheduled(scheduler_output))
+        hand_offs = {
+            request_id: self._tables.hand_offs(offers)
+            for request_id, offers in features.boundary_hand_offs(scheduler_output).items()
+        }
+        scheduled = self._scheduled(scheduler_output, hand_offs)
+        events = StepEvents(preempted, scheduled, hand_offs)
         outcome = self._scheduler.step(events, self._clock())
         if outcome.pin_block_ids:
             self._tables.pin(outcome.pin_block_ids)
         return KVTideMetadata(outcome.plan)
 
-    def _scheduled(self, scheduler_output: Any) -> Iterable[Scheduled]:
-        """Yield the requests of a step; those that vLLM calls new or resumed are admissions."""
+    def _scheduled(
+        self, scheduler_output: Any, hand_offs: Mapping[str, Sequence[HandOff]]
+    ) -> Iterable[Scheduled]:
+        """Yield the requests of a step; those that vLLM calls new or resumed are admissions.
+
+        Left out are those with nothing to save in this step.
+        """
         num_scheduled = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             if view := self._views.get(new.req_id):
@@ -262,7 +289,8 @@ class SchedulerSide:
         ):
             num_new = num_scheduled[request_id]
             is_resumed = request_id in resumed
-            if not is_resumed and not is_due(request_id, num_computed + num_new):
+            has_work = is_resumed or request_id in hand_offs
+            if not has_work and not is_due(request_id, num_computed + num_new):
                 continue
             if view := self._views.get(request_id):
                 yield Scheduled(view, num_computed, num_new, is_resumed)

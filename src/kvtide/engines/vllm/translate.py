@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Group
 from kvtide.engines.vllm import features
 from kvtide.errors import ConfigError, UnsupportedModelError
@@ -45,6 +46,15 @@ class GroupPlan:
     hash_block_size: int
     specs: tuple[dict[str, object], ...]
     num_layers: tuple[int, ...]
+    partial_hits: bool = False
+    retention_interval: int | None = None
+    num_unsettled_tokens: int = 0
+
+    def coordinator(self) -> Coordinator:
+        """Return the joint decisions over these groups."""
+        return Coordinator(
+            self.groups, self.hash_block_size, self.partial_hits, self.retention_interval
+        )
 
 
 def translate_groups(kv_cache_config: Any, vllm_config: Any) -> GroupPlan:

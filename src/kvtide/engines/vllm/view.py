@@ -6,20 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import NULL_BLOCK_ID
+from kvtide.core.search import Ask, Found, SearchRange, search
+from kvtide.core.transfer import HandOff
+
+MAX_HINT_PROBES = 64
+"""Of a longer run of blocks only the ends are probed: the hint costs the engine's thread little."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTables:
     """vLLM's cache manager, and how the core's groups map to its own.
 
-    ``group_ids[i]`` is the engine's number of the core's group ``i``; ``hash_block_size`` is in
-    tokens.
+    ``group_ids[i]`` is the engine's number of the core's group ``i``.
     """
 
     manager: Any
     group_ids: tuple[int, ...]
-    hash_block_size: int
+    coordinator: Coordinator
 
     def block(self, block_id: int) -> Any:
         """Return vLLM's ``KVCacheBlock`` of an id."""
@@ -28,6 +33,19 @@ class EngineTables:
     def pin(self, block_ids: Sequence[int]) -> None:
         """Take a reference to each block, so that vLLM gives none of them to anybody else."""
         self.manager.block_pool.touch([self.block(block_id) for block_id in block_ids])
+
+    def hand_offs(self, offers: Sequence[tuple[int, int, int]]) -> list[HandOff]:
+        """Return vLLM's ``(group, block, boundary)`` offers in the core's words."""
+        return [
+            HandOff(self.group_ids.index(group_id), block_id, boundary)
+            for group_id, block_id, boundary in offers
+            if group_id in self.group_ids
+        ]
+
+    def is_cached(self, group_id: int, block_hash: bytes) -> bool:
+        """Tell whether vLLM's own prefix cache holds a block of the core's group ``group_id``."""
+        cached = self.manager.block_pool.get_cached_block(block_hash, [self.group_ids[group_id]])
+        return cached is not None
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give the references back; blocks are evicted in the order given."""
@@ -56,6 +74,11 @@ class VllmRequestView:
     def num_tokens(self) -> int:
         """Prompt tokens and accepted output tokens."""
         return int(self.request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens the request came with."""
+        return int(self.request.num_prompt_tokens)
 
     @property
     def num_hashes(self) -> int:
@@ -88,18 +111,52 @@ class VllmRequestView:
         ]
 
     def local_hit_hint(self) -> int:
-        """Guess the local hit by bisection over vLLM's prefix cache, about log2(chunks) probes.
+        """Guess the local hit, with few probes of vLLM's prefix cache.
 
-        Blocks are evicted from the end of a chain, so presence is nearly downward closed; where
-        it is not, the guess is wrong and a second lookup covers the gap.
+        Where it is wrong, a second lookup covers the gap.
         """
-        pool, hashes = self._tables.manager.block_pool, self.request.block_hashes
-        group_ids = list(self._tables.group_ids)
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if pool.get_cached_block(hashes[middle], group_ids) is None:
-                high = middle
-            else:
-                low = middle + 1
-        return low * self._tables.hash_block_size
+        coordinator = self._tables.coordinator
+        covered = self._covered_hint()
+        if coordinator.may_shorten or not covered:
+            return covered
+        end_token = min(covered, max(0, self.num_tokens - 1))
+        where = SearchRange(0, end_token, self.num_hashes)
+        steps = search(coordinator.boundaries, where, covered_token=covered)
+        try:
+            ask = next(steps)
+            while True:
+                ask = steps.send(self._probe(ask))
+        except StopIteration as stop:
+            found: Found = stop.value
+            return found.hit_token
+
+    def _covered_hint(self) -> int:
+        """Guess how far the groups reach whose blocks are all kept, by bisection: log2 probes.
+
+        Blocks are evicted from the end of a chain, so presence is nearly downward closed.
+        """
+        coordinator, hashes = self._tables.coordinator, self.request.block_hashes
+        unit = coordinator.hash_block_size
+        covered = len(hashes) * unit
+        for group_id, group in enumerate(coordinator.groups):
+            if not group.is_downward_closed:
+                continue
+            ratio = group.block_size // unit
+            low, high = 0, covered // group.block_size
+            while low < high:
+                middle = (low + high) // 2
+                if self._tables.is_cached(group_id, hashes[(middle + 1) * ratio - 1]):
+                    low = middle + 1
+                else:
+                    high = middle
+            covered = low * group.block_size
+        return covered
+
+    def _probe(self, ask: Ask) -> list[bool]:
+        """Answer a question of the search from vLLM's own prefix cache."""
+        hashes, indexes = self.request.block_hashes, ask.hash_indexes
+        if len(indexes) > MAX_HINT_PROBES:
+            ends = (indexes[0], indexes[-1])
+            is_there = all(self._tables.is_cached(ask.group_id, hashes[i]) for i in ends)
+            return [is_there] * len(indexes)
+        return [self._tables.is_cached(ask.group_id, hashes[i]) for i in indexes]

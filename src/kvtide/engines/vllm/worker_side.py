@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.config import PoolConfig
-from kvtide.core.coordinator import Coordinator
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
-from kvtide.runtime.context import StoreShare
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker, WorkerResults
@@ -44,7 +42,6 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._store = store
         self._rank = rank
-        self._coordinator = Coordinator(plan.groups, plan.hash_block_size)
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
 
@@ -61,9 +58,6 @@ class WorkerSide:
                     [group.block_size for group in self._plan.groups],
                     self._plan.hash_block_size,
                     self._rank,
-                ),
-                share=StoreShare(
-                    lambda job: self._coordinator.store_mask(job.end_token, job.start_token)
                 ),
                 limits=WorkerLimits(
                     staging_bytes=config.staging_size,
