@@ -115,7 +115,7 @@ class VllmEngine:
         if num_tokens < LONGEST:
             self._admit("other", LONGEST - num_tokens)
         request = self._admit(f"r{num_tokens}", num_tokens)
-        tables = EngineTables(self._manager, (0,), BLOCK)
+        tables = EngineTables(self._manager, (0,), COORDINATOR)
         self.view = VllmRequestView(request, tables)
         self.pin, self.unpin = tables.pin, tables.unpin
 
