@@ -18,7 +18,7 @@ than the others, so that the last boundary that is saved has its proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
@@ -160,8 +160,10 @@ class Coordinator:
             if group.is_state:
                 continue
             whole = unit // group.block_size
-            reach = unit if group.reach_tokens is None else group.reach_tokens
-            num_chunks += min(whole, ceil_div(reach + group.proof_tokens, group.block_size) + 1)
+            last = group.last_requiring(0)
+            if last is not None:
+                whole = min(whole, (last + group.proof_tokens) // group.block_size + 1)
+            num_chunks += whole
         return num_chunks
 
     def boundary_chunks(
@@ -196,17 +198,11 @@ class Coordinator:
         Whether a chunk is among them does not depend on where ``chunks`` begin or end: a chunk is
         looked at once, so boundaries that lie beyond it count as well.
         """
-        reach_tokens = group.reach_tokens
-        if reach_tokens is None:
+        if group.is_downward_closed:
             return [chunks] if chunks else []
-        boundaries = self._retention.boundaries(
-            chunks.start * group.block_size - group.proof_tokens,
-            chunks.stop * group.block_size + reach_tokens,
-            num_prompt_tokens,
-            has_proof=self.max_proof_tokens > 0,
-        )
-        wanted: list[range] = []
-        for boundary in boundaries:
+        wanted = list(_runs_of_multiples(group, chunks, self._retention.step))
+        has_proof = self.max_proof_tokens > 0
+        for boundary in self._retention.replayed(num_prompt_tokens, has_proof=has_proof):
             matched = group.matched(boundary)
             first, stop = max(matched.start, chunks.start), min(matched.stop, chunks.stop)
             if first < stop:
@@ -268,6 +264,27 @@ class Coordinator:
         end_token = self.last_boundary(max(0, known_tokens))
         end = (end_token + self.max_proof_tokens) // self.hash_block_size
         return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+
+
+def _runs_of_multiples(group: Group, chunks: range, step: int) -> Iterator[range]:
+    """Yield the runs of ``chunks`` that multiples of ``step`` tokens match; none where it is 0.
+
+    Not boundary by boundary, but each time by the last one that still matches the next chunk.
+    """
+    size, proof = group.block_size, group.proof_tokens
+    chunk = chunks.start
+    while step and chunk < chunks.stop:
+        boundary = (max(0, chunk * size - proof) // step + 1) * step  # the first one behind
+        first = group.matched(boundary).start
+        if first > chunk:
+            chunk = first
+            continue
+        last = group.last_requiring(chunk)
+        assert last is not None
+        boundary = max(boundary, last // step * step)
+        stop = min(group.matched(boundary).stop, chunks.stop)
+        yield range(chunk, stop)
+        chunk = stop
 
 
 def _without(chunks: range, runs: Sequence[range]) -> list[int]:

@@ -38,8 +38,8 @@ from kvtide.units import format_size
 
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
-MAX_JOB_UNITS = 512
-"""A job covers at most so many blocks, so that nobody works on one for a millisecond."""
+MAX_JOB_CHUNKS = 512
+"""A job stores at most so many, so that nobody works on one for a millisecond."""
 
 
 class SchedulerSide:
@@ -128,6 +128,9 @@ class SchedulerSide:
         _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
         units = config.staging_size // unit_bytes
+        job_units = min(
+            MAX_JOB_CHUNKS // max(1, coordinator.max_stored_per_unit), units // JOB_SHARE_OF_STAGING
+        )
         delays = Delays(config.backoff_s, config.max_backoff_s)
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
@@ -135,7 +138,7 @@ class SchedulerSide:
             self._lookups,
             limits=SaveLimits(
                 max_pinned_blocks=int(config.pin_fraction * num_blocks),
-                max_job_tokens=unit * min(MAX_JOB_UNITS, max(1, units // JOB_SHARE_OF_STAGING)),
+                max_job_tokens=unit * max(1, job_units),
                 max_open_tokens=unit * units,
                 delays=delays,
             ),
