@@ -16,10 +16,12 @@ import pytest
 import kvtide
 from kvtide.config import PoolConfig, options
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention
-from kvtide.core.jobs import JobEnd, JobReport, StepPlan, unpack_block_ids
+from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
+from kvtide.core.jobs import BoundaryJob, JobEnd, JobReport, StepPlan, unpack_block_ids
+from kvtide.core.keys import HashWindow
 from kvtide.core.saving import SaveLimits, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
+from kvtide.core.transfer import HandOff
 from kvtide.errors import ConfigError, KVTideError
 from kvtide.metrics import COUNTERS, GAUGES
 from kvtide.runtime.tags import tag_for
@@ -280,3 +282,52 @@ def test_the_example_of_the_walkthrough() -> None:
     assert example.arrive(97)[1] == 96
     assert example.arrive(96)[1] == 80
     assert example.arrive(100, held=48)[1:] == (48, 5)
+
+
+def test_the_example_of_the_groups_page() -> None:
+    """Full attention, a window and a state: what is stored, asked and loaded."""
+    groups = (FullAttention(16), SlidingWindow(16, 20), Mamba(64))
+    coordinator = Coordinator(groups, 16)
+    present: set[str] = set()
+    lookups = ManualLookups(coordinator, lambda keys: [key in present for key in keys])
+    limits = SaveLimits(max_pinned_blocks=100, max_job_tokens=1 << 20)
+    scheduler = PoolScheduler(coordinator, lookups, limits=limits)
+    databases = [ranks[0] for ranks in coordinator.databases("ns", range(1))]
+    tables = [list(range(1, 13)), list(range(21, 33)), [0, 0, 43]]
+    view = RecordingRequest(num_tokens=200, hashes=fake_hashes(12), tables=tables)
+
+    scheduler.on_new_request(view, "ns", 0.0)
+    assert scheduler.match(view, 0, 0.0) == 0
+    offers = {view.request_id: [HandOff(2, 41 + i, 64 * (i + 1)) for i in range(3)]}
+    admitted = [Scheduled(view, 0, 200, is_admission=True)]
+    plan, pins = scheduler.step(StepEvents((), admitted, offers), 0.0)
+    stored: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for job in plan.stores:
+        if isinstance(job, BoundaryJob):
+            for put in job.puts:
+                stored[put.group_id].append(put.chunk_id)
+        else:
+            for group_id, packed in enumerate(job.block_ids):
+                first = job.first_chunks[group_id]
+                ids = unpack_block_ids(packed)
+                stored[group_id] += [first + i for i, block in enumerate(ids) if block]
+    assert stored == {0: [*range(12)], 1: [2, 3, 6, 7, 10, 11], 2: [0, 1, 2]}
+    assert len(pins) == 12 + 6 + 3
+
+    hashes = HashWindow(view.block_hashes)
+    for database, chunks in zip(databases, stored.values(), strict=True):
+        for chunk in chunks:
+            present.update(database.keys(hashes, range(chunk, chunk + 1)))
+    lookups.asked.clear()
+    again = RecordingRequest("again", num_tokens=200, hashes=view.block_hashes, tables=tables)
+    scheduler.on_new_request(again, "ns", 0.0)
+    assert scheduler.match(again, 0, 0.0) == 192
+    assert sum(map(len, lookups.asked)) == 15
+    scheduler.on_allocated(again, 192)
+    [load] = scheduler.step(StepEvents(), 0.0).plan.loads
+    assert sum(len(unpack_block_ids(packed)) for packed in load.block_ids) == 15
+
+    present -= set(databases[2].keys(hashes, range(2, 3)))
+    shorter = RecordingRequest("shorter", num_tokens=200, hashes=view.block_hashes)
+    scheduler.on_new_request(shorter, "ns", 0.0)
+    assert scheduler.match(shorter, 0, 0.0) == 128
