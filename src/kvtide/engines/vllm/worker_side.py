@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.config import PoolConfig
-from kvtide.core.coordinator import Coordinator
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.tensors import TensorBlocks
@@ -44,7 +43,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._store = store
         self._rank = rank
-        self._coordinator = Coordinator(plan.groups, plan.hash_block_size)
+        self._coordinator = plan.coordinator()
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
 
