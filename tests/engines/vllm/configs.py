@@ -40,6 +40,28 @@ def attention_spec(kind: str = "FullAttentionSpec", **changes: Any) -> Any:
     return getattr(interface, kind)(**(fields | changes))
 
 
+def state_spec(**changes: Any) -> Any:
+    """Return the spec of a short convolution and a state behind it, in the cache mode ``align``."""
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    fields: dict[str, Any] = {
+        "block_size": 32,
+        "shapes": ((3, 96), (2, 32, 16)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**(fields | changes))
+
+
+def uniform(*specs: Any) -> Any:
+    """Return vLLM's wrapper for layers of one type whose specs differ."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    layers = {f"layer.{number}": spec for number, spec in enumerate(specs)}
+    return UniformTypeKVCacheSpecs(block_size=specs[0].block_size, kv_cache_specs=layers)
+
+
 def cache_config(*groups: tuple[Any, int], num_blocks: int = 64) -> Any:
     """Return a ``KVCacheConfig`` of groups given as ``(spec, number of layers)``.
 

@@ -275,7 +275,9 @@ class ModelledEngine:
             self.memory[block_id] = 0
         for copy in output.kv_cache_block_copies or ():
             self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
-        sampled = {req_id: self._compute(req_id, start, count) for req_id, start, count in _work(output)}
+        sampled = {
+            req_id: self._compute(req_id, start, count) for req_id, start, count in _work(output)
+        }
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.errors import ConfigError, KVTideError, StoreOpenError, UnsupportedModelError
+from kvtide.errors import ConfigError, KVTideError, StoreOpenError
 from tests.engines.vllm.engines import engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -21,39 +21,49 @@ def refusal(model: Path, store: str, **arguments: Any) -> KVTideError:
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny hybrid: three sliding-window layers to one of full attention."""
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid: short convolutions and full attention in turn."""
     import torch
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.Gemma3TextConfig(
+    config = transformers.Lfm2Config(
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=256,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        layer_types=["conv", "full_attention"],
+        conv_L_cache=3,
+        conv_dim=64,
+        conv_dim_out=64,
+        block_dim=64,
+        block_ff_dim=64,
+        block_multiple_of=32,
+        block_auto_adjust_ff_dim=False,
         vocab_size=1024,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
         max_position_embeddings=2048,
     )
-    folder = tmp_path_factory.mktemp("gemma3")
-    transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("lfm2")
+    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def test_a_hybrid_model_is_refused_by_group_and_kind(gemma3: Path) -> None:
-    """Each group that stands against it is named, with its kind and what to do."""
-    error = refusal(gemma3, "memory://refused")
-    assert isinstance(error, UnsupportedModelError | ConfigError)
-    assert "KV cache group" in str(error)
-    assert "sliding-window" in str(error)
-    assert "not supported yet" in str(error)
+def test_a_group_that_cannot_be_served_is_named_with_the_setting(lfm2: Path) -> None:
+    """Without prefix caching vLLM keeps no state that a later request could resume from."""
+    error = refusal(lfm2, "memory://refused", enable_prefix_caching=False)
+    assert isinstance(error, ConfigError)
+    for words in (
+        "prefix caching is off",
+        "KV cache group 0",
+        "model.layers.0",
+        "Mamba or linear-attention states",
+        "--mamba-cache-mode align",
+    ):
+        assert words in str(error), words
 
 
 def test_all_faults_of_options_and_settings_are_told_at_once(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvtide.core.groups import FullAttention
+from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.translate import check_engine, translate_groups
 from kvtide.errors import ConfigError, UnsupportedModelError
-from tests.engines.vllm.configs import attention_spec, cache_config
+from tests.engines.vllm.configs import attention_spec, cache_config, state_spec, uniform
 
 
 @pytest.fixture
@@ -22,12 +22,21 @@ def config(model_folder: Path, make_config: Callable[..., Any]) -> Any:
     return make_config(model_folder)
 
 
-def uniform(*specs: Any) -> Any:
-    """Return vLLM's wrapper for layers of one type whose specs differ."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+def window(size: int = 128, **changes: Any) -> Any:
+    """A sliding-window spec."""
+    return attention_spec("SlidingWindowSpec", sliding_window=size, **changes)
 
-    layers = {f"layer.{number}": spec for number, spec in enumerate(specs)}
-    return UniformTypeKVCacheSpecs(block_size=specs[0].block_size, kv_cache_specs=layers)
+
+def chunked(size: int = 256) -> Any:
+    """A chunked-local spec."""
+    return attention_spec("ChunkedLocalAttentionSpec", attention_chunk_size=size)
+
+
+def faults_of(kv_cache_config: Any, config: Any) -> tuple[str, ...]:
+    """Why a model is refused."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        translate_groups(kv_cache_config, config)
+    return caught.value.faults
 
 
 def test_full_attention_is_one_group_of_its_block_size(config: Any) -> None:
@@ -35,107 +44,152 @@ def test_full_attention_is_one_group_of_its_block_size(config: Any) -> None:
     plan = translate_groups(cache_config((attention_spec(), 4)), config)
     assert plan.groups == (FullAttention(32),)
     assert (plan.group_ids, plan.num_layers) == ((0,), (4,))
-    assert plan.hash_block_size == 32
+    assert (plan.hash_block_size, plan.partial_hits, plan.num_unsettled_tokens) == (32, False, 0)
 
 
-def test_mla_is_full_attention(config: Any) -> None:
-    """A latent cache needs every earlier chunk, as full attention does."""
-    plan = translate_groups(cache_config((attention_spec("MLAAttentionSpec"), 3)), config)
-    assert plan.groups == (FullAttention(32),)
+HYBRIDS: dict[str, tuple[Callable[[], list[Any]], tuple[Group, ...]]] = {
+    "Gemma3": (
+        lambda: [window(256), window(256), window(256), attention_spec()],
+        (*[SlidingWindow(32, 256)] * 3, FullAttention(32)),
+    ),
+    "Llama4": (
+        lambda: [chunked(), chunked(), attention_spec()],
+        (ChunkedLocal(32, 256), ChunkedLocal(32, 256), FullAttention(32)),
+    ),
+    "Qwen3-Next": (
+        lambda: [state_spec(block_size=96), attention_spec(block_size=96)],
+        (Mamba(96), FullAttention(96)),
+    ),
+    "Mamba2 alone": (lambda: [state_spec()], (Mamba(32),)),
+    "windows of a latent cache": (
+        lambda: [
+            attention_spec("MLAAttentionSpec", block_size=64),
+            attention_spec("SlidingWindowMLASpec", sliding_window=512, num_kv_heads=1),
+        ],
+        (FullAttention(64), SlidingWindow(32, 512)),
+    ),
+}
 
 
-@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
-def test_a_window_on_a_full_attention_spec_is_full_attention(config: Any, field: str) -> None:
-    """Without the hybrid manager the engine keeps every block and only computes less."""
-    spec = attention_spec(**{field: 128})
-    plan = translate_groups(cache_config((spec, 4)), config)
-    assert plan.groups == (FullAttention(32),)
-    assert plan.specs[0][field] == 128
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_each_group_of_a_hybrid_keeps_its_kind_and_block_size(config: Any, name: str) -> None:
+    """Groups come in the engine's order; hashes are as fine as the finest block."""
+    specs, expected = HYBRIDS[name]
+    plan = translate_groups(cache_config(*((spec, 1) for spec in specs())), config)
+    assert plan.groups == expected
+    assert plan.group_ids == tuple(range(len(expected)))
+    assert plan.hash_block_size == min(group.block_size for group in expected)
+    coordinator = plan.coordinator()
+    assert coordinator.groups == expected
+    assert coordinator.lcm_block_size == max(group.block_size for group in expected)
 
 
-def test_a_uniform_group_is_resolved_to_its_layers(config: Any) -> None:
-    """Layers of different head sizes in one full-attention group are described one by one."""
-    mixed = uniform(attention_spec(), attention_spec(head_size=64))
-    plan = translate_groups(cache_config((mixed, 2)), config)
-    assert plan.groups == (FullAttention(32),)
-    assert len(plan.specs[0]["layers"]) == 2  # type: ignore[arg-type]
+def deepseek_v4(**changes: Any) -> list[Any]:
+    """Groups shaped like DeepSeek-V4's: compressed latent cache, windows, compressor states."""
+    sparse = attention_spec(
+        "MLAAttentionSpec", block_size=256, tokens_per_state=4, model_version="deepseek_v4"
+    )
+    sizes = [(64, 128), (64, 512), (4, 16), (8, 64)]
+    return [sparse] + [
+        attention_spec(
+            "SlidingWindowMLASpec",
+            block_size=block,
+            sliding_window=tokens,
+            num_kv_heads=1,
+            model_version="deepseek_v4",
+            **changes,
+        )
+        for block, tokens in sizes
+    ]
 
 
-def test_a_uniform_group_of_equal_layers_is_described_like_a_plain_one(config: Any) -> None:
-    """The wrapper itself changes no byte, so it changes no key."""
-    plain = translate_groups(cache_config((attention_spec(), 2)), config)
-    wrapped = uniform(attention_spec(), attention_spec())
-    assert translate_groups(cache_config((wrapped, 2)), config).specs == plain.specs
+def test_compressed_states_are_ordinary_blocks(config: Any) -> None:
+    """A block of a quarter of the states stands for the same tokens; hits end where it does."""
+    plan = translate_groups(cache_config(*((spec, 1) for spec in deepseek_v4())), config)
+    assert plan.groups == (
+        FullAttention(256),
+        SlidingWindow(64, 128),
+        SlidingWindow(64, 512),
+        SlidingWindow(4, 16),
+        SlidingWindow(8, 64),
+    )
+    assert plan.hash_block_size == 4
+    assert plan.coordinator().alignment == 256
+    assert plan.specs[0]["tokens_per_state"] == 4
+
+
+def test_what_is_retained_below_a_window_belongs_to_it(config: Any) -> None:
+    """The engine publishes those blocks after a load, so they have to be loaded."""
+    plan = translate_groups(
+        cache_config((attention_spec(), 1), (window(128, extra_retained_tokens=3), 1)), config
+    )
+    assert plan.groups[1] == SlidingWindow(32, 131)
+
+
+def test_the_engine_holds_what_a_window_with_retained_tokens_requires() -> None:
+    """The engine's own rule of what it skips agrees with the core's, token by token."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    from kvtide.engines.vllm.specs import group_of
+
+    for size, extra in ((128, 0), (128, 3), (40, 7), (1, 2)):
+        spec = window(size, extra_retained_tokens=extra)
+        manager = SimpleNamespace(sliding_window=size, extra_retained_tokens=extra)
+        for num_tokens in range(1, 400):
+            skipped = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)  # type: ignore[arg-type]
+            assert group_of(spec, 32).required(num_tokens).start == skipped // 32
+
+
+@pytest.mark.parametrize("opt_out", ["enable_kv_transfer", "prefix_cacheable"])
+def test_groups_outside_prefix_caching_are_left_out(config: Any, opt_out: str) -> None:
+    """They are no fault, whatever their kind, and the others keep the engine's numbers."""
+    outside = (
+        attention_spec("CrossAttentionSpec")
+        if opt_out == "enable_kv_transfer"
+        else attention_spec("CircularBufferSpec", block_size=8)
+    )
+    kv_cache_config = cache_config((outside, 1), (attention_spec(), 2), (window(), 1))
+    if opt_out == "enable_kv_transfer":
+        kv_cache_config.kv_cache_groups[0].enable_kv_transfer = False
+    plan = translate_groups(kv_cache_config, config)
+    assert plan.group_ids == (1, 2)
+    assert plan.groups == (FullAttention(32), SlidingWindow(32, 128))
+    assert plan.num_layers == (2, 1)
+
+
+def test_a_window_that_the_engine_replays_is_left_out(config: Any) -> None:
+    """With bounded replay the engine recomputes the last window after a hit of any kind."""
+    specs = deepseek_v4(bounded_replay=True)
+    plan = translate_groups(cache_config(*((spec, 1) for spec in specs)), config)
+    assert plan.group_ids == (0,)
+
+
+def test_groups_outside_prefix_caching_may_not_move_the_ends_of_hits(config: Any) -> None:
+    """Hits at other places than the engine's would begin inside what it cannot resume."""
+    ring = attention_spec("CircularBufferSpec", block_size=48)
+    (fault,) = faults_of(cache_config((ring, 1), (attention_spec(), 2)), config)
+    assert "unit of hits 96 tokens" in fault
+    assert "remove --kv-transfer-config" in fault
 
 
 def test_specs_hold_no_layer_names(config: Any) -> None:
     """Names differ by pipeline stage and by model class; bytes do not."""
-    plan = translate_groups(cache_config((attention_spec(), 4)), config)
-    assert "model.layers" not in repr(plan.specs)
-
-
-@pytest.mark.parametrize(
-    "spec, word",
-    [
-        (("SlidingWindowSpec", {"sliding_window": 128}), "sliding-window"),
-        (("SlidingWindowMLASpec", {"sliding_window": 128}), "sliding-window MLA"),
-        (("ChunkedLocalAttentionSpec", {"attention_chunk_size": 256}), "chunked local"),
-        (("CrossAttentionSpec", {}), "cross attention"),
-        (("EncoderOnlyAttentionSpec", {}), "encoder-only"),
-        (("SinkFullAttentionSpec", {"sink_len": 4}), "sink"),
-        (("RSWASpec", {"rswa_window": 64}), "reference sliding-window"),
-        (("HiddenStateCacheSpec", {}), "hidden-state"),
-        (("FullAttentionSpec", {"non_causal": True}), "non-causal"),
-        (("MLAAttentionSpec", {"tokens_per_state": 4}), "compressed"),
-    ],
-)
-def test_other_kinds_are_refused_by_name(
-    config: Any, spec: tuple[str, dict[str, Any]], word: str
-) -> None:
-    """A group of any other kind is refused with its number, its kind and what to do."""
-    plan = cache_config((attention_spec(spec[0], **spec[1]), 2))
-    with pytest.raises(UnsupportedModelError) as caught:
-        translate_groups(plan, config)
-    (fault,) = caught.value.faults
-    assert word in fault
-    for part in ("group 0", "model.layers.0.self_attn.attn", "not supported yet", "without kvtide"):
-        assert part in fault
-
-
-def test_a_state_is_refused_by_name(config: Any) -> None:
-    """Mamba and linear attention keep one state, not a row of blocks."""
-    import torch
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    spec = MambaSpec(block_size=96, shapes=((2, 8),), dtypes=(torch.float32,))
-    with pytest.raises(UnsupportedModelError, match="Mamba or linear-attention state"):
-        translate_groups(cache_config((spec, 1)), config)
+    mixed = uniform(attention_spec(), attention_spec(head_size=64))
+    plan = translate_groups(cache_config((attention_spec(), 4), (mixed, 2)), config)
+    assert "layer" not in repr(plan.specs).replace("'layers'", "")
 
 
 def test_every_group_that_stands_in_the_way_is_named(config: Any) -> None:
-    """A hybrid model lists all its groups at once, not one per restart."""
-    window = attention_spec("SlidingWindowSpec", sliding_window=128)
-    plan = cache_config((window, 1), (attention_spec(), 1), (window, 1))
-    with pytest.raises(UnsupportedModelError) as caught:
-        translate_groups(plan, config)
-    assert [fault.split(" (")[0] for fault in caught.value.faults] == [
-        "KV cache group 0",
-        "KV cache group 2",
+    """A model lists all its groups at once, not one per restart."""
+    cross, layer = attention_spec("CrossAttentionSpec"), "model.layers.{}.self_attn.attn"
+    faults = faults_of(
+        cache_config((cross, 3), (attention_spec(), 1), (state_spec(mamba_cache_mode="none"), 1)),
+        config,
+    )
+    assert [fault.split(" holds ")[0] for fault in faults] == [
+        f"KV cache group 0 ({layer.format(0)}, {layer.format(1)} and 1 more layers)",
+        f"KV cache group 2 ({layer.format(4)})",
     ]
-
-
-def test_more_than_one_group_is_refused(config: Any) -> None:
-    """Two groups of supported kinds are still one too many for now."""
-    plan = cache_config((attention_spec(), 2), (attention_spec(head_size=64), 2))
-    with pytest.raises(UnsupportedModelError, match="2 KV cache groups"):
-        translate_groups(plan, config)
-
-
-def test_a_kind_inside_a_uniform_group_is_found(config: Any) -> None:
-    """One layer of another kind makes its whole group unusable."""
-    mixed = uniform(attention_spec(), attention_spec("RSWASpec", rswa_window=64))
-    with pytest.raises(UnsupportedModelError, match="reference sliding-window"):
-        translate_groups(cache_config((mixed, 2)), config)
 
 
 def test_managers_that_keep_longer_hits_are_refused(config: Any) -> None:
@@ -144,14 +198,25 @@ def test_managers_that_keep_longer_hits_are_refused(config: Any) -> None:
 
     plan = cache_config((attention_spec(), 2))
     plan.kv_cache_groups[0].role = KVCacheGroupRole.HISPARSE_SOURCE
-    with pytest.raises(UnsupportedModelError, match="backed by host memory"):
-        translate_groups(plan, config)
+    (fault,) = faults_of(plan, config)
+    for words in ("group 0", "host memory", "hisparse_config"):
+        assert words in fault
+
+
+def test_a_manager_of_a_plugin_that_keeps_longer_hits_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever registered it: the class says so itself."""
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    monkeypatch.setattr(FullAttentionManager, "retains_longer_hit", True)
+    (fault,) = faults_of(cache_config((attention_spec(), 2)), config)
+    assert "hits of its own" in fault
 
 
 def test_a_model_without_attention_is_refused(config: Any) -> None:
     """A model with no KV cache has nothing to pool."""
-    with pytest.raises(UnsupportedModelError, match="no KV cache group"):
-        translate_groups(cache_config(), config)
+    assert "no KV cache group" in faults_of(cache_config(), config)[0]
 
 
 def test_block_sizes_the_engine_rejects_are_a_setting_error(
@@ -165,6 +230,58 @@ def test_block_sizes_the_engine_rejects_are_a_setting_error(
     monkeypatch.setattr(features.kv_cache_utils, "resolve_kv_cache_block_sizes", reject)
     with pytest.raises(ConfigError, match="prefix_match_unit=16"):
         translate_groups(cache_config((attention_spec(), 4)), config)
+
+
+def test_the_size_of_a_hash_travels_with_the_engines_plan(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's own block size setting may be older than the groups: the plan counts."""
+    plan = cache_config((state_spec(block_size=96), 1), (attention_spec(block_size=96), 1))
+    monkeypatch.setattr(features.kv_cache_utils, "resolve_kv_cache_block_sizes", None)
+    plan.hash_block_size, plan.cache_hit_alignment_tokens = 32, 96
+    translated = translate_groups(plan, config)
+    assert (translated.hash_block_size, translated.partial_hits) == (32, False)
+    plan.cache_hit_alignment_tokens = 32
+    translated = translate_groups(plan, config)
+    assert (translated.hash_block_size, translated.partial_hits) == (32, True)
+    assert translated.coordinator().alignment == 32
+
+
+@pytest.mark.parametrize(
+    "interval, groups, expected",
+    [
+        (None, "window", None),
+        (0, "window", 0),
+        (64, "window", 64),
+        (64, "state", 64),
+        (0, "full", None),
+        (0, "chunked", None),
+    ],
+)
+def test_retention_acts_on_windows_and_states_alone(
+    config: Any, interval: int | None, groups: str, expected: int | None
+) -> None:
+    """The engine keeps full attention and chunked-local groups dense whatever it was given."""
+    other = {
+        "window": window(),
+        "state": state_spec(),
+        "full": attention_spec(head_size=64),
+        "chunked": chunked(),
+    }[groups]
+    plan = cache_config((attention_spec(), 1), (other, 1))
+    plan.prefix_cache_retention_interval = interval
+    translated = translate_groups(plan, config)
+    assert translated.retention_interval == expected
+    assert translated.coordinator().retention_interval == expected
+
+
+@pytest.mark.parametrize("interval", [48, -32])
+def test_retention_that_does_not_fit_is_a_setting_error(config: Any, interval: int) -> None:
+    """It must be a multiple of the engine's unit; the message names the setting."""
+    plan = cache_config((attention_spec(), 1), (window(), 1))
+    plan.prefix_cache_retention_interval = interval
+    with pytest.raises(ConfigError, match=f"--prefix-cache-retention-interval {interval} .* 32"):
+        translate_groups(plan, config)
 
 
 def test_a_plain_engine_has_no_faults(config: Any) -> None:

@@ -8,6 +8,7 @@ namespace. Names that came with later releases have a fallback of the same shape
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import vllm
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvtide.errors import ConfigError
 
@@ -143,17 +145,71 @@ def layer_specs(kv_cache_spec: Any) -> Mapping[str, Any] | None:
     return specs if isinstance(specs, Mapping) else None
 
 
-def resolve_hash_block_size(kv_cache_config: Any, vllm_config: Any) -> int:
-    """Return how many tokens one of the engine's block hashes covers, as the engine resolves it."""
-    _, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    return int(hashed)
+def each_layer_spec(kv_cache_spec: Any) -> tuple[Any, ...]:
+    """Return the specs of the layers of a uniform-type group, of others the group's own."""
+    layers = layer_specs(kv_cache_spec)
+    return (kv_cache_spec,) if layers is None else tuple(layers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """The engine's units in tokens: of scheduling, of one block hash, and of a hit's end."""
+
+    scheduler: int
+    hashed: int
+    hit_alignment: int
+
+
+def resolve_block_sizes(kv_cache_config: Any, vllm_config: Any) -> BlockSizes:
+    """Return the engine's block sizes, as it resolves them over all its groups.
+
+    Read off the groups wherever they tell: the block size among a worker's settings may be older.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    scheduler = math.lcm(*(block_span(group.kv_cache_spec, vllm_config) for group in groups))
+    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    if hashed is None:  # before 0.32
+        _, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        hashed = hashed if len(groups) > 1 else scheduler
+    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    if alignment is None:
+        may_cut = _allows_partial_hits(kv_cache_config, vllm_config, hashed)
+        alignment = hashed if may_cut else scheduler
+    return BlockSizes(scheduler, int(hashed), int(alignment))
+
+
+def _allows_partial_hits(kv_cache_config: Any, vllm_config: Any, hash_block_size: int) -> bool:
+    """Tell whether hits may end inside a block, where the engine does not say so itself.
+
+    Before 0.32 only its scheduler knows. A hit is then taken to end with a block, which it may.
+    """
+    probe = getattr(kv_cache_utils, "partial_hash_hits_enabled", None)
+    groups = kv_cache_config.kv_cache_groups
+    if probe is None or len(groups) <= 1 or not vllm_config.cache_config.enable_prefix_caching:
+        return False
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return bool(probe(groups, hash_block_size, dcp, [manager_class(group) for group in groups]))
+
+
+def block_span(kv_cache_spec: Any, vllm_config: Any) -> int:
+    """Return how many tokens one entry of a group's block table stands for."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    return int(kv_cache_utils.resolve_dcp_kv_block_size(kv_cache_spec, dcp))
+
+
+def manager_class(group: Any) -> Any:
+    """Return the class of the engine's manager for a group."""
+    spec = each_layer_spec(group.kv_cache_spec)[0]
+    return KVCacheSpecRegistry.get_manager_class(spec, getattr(group, "role", None))
 
 
 def group_retains_longer_hits(group: Any) -> bool:
     """Tell whether a group's manager keeps hits beyond the common one (host-backed sources)."""
     role = getattr(group, "role", None)
-    return getattr(role, "value", role) not in (None, "default") or bool(
-        getattr(group, "host_resident", False)
+    return (
+        getattr(role, "value", role) not in (None, "default")
+        or bool(getattr(group, "host_resident", False))
+        or bool(getattr(manager_class(group), "retains_longer_hit", False))
     )
 
 
@@ -164,6 +220,38 @@ def boundary_hand_offs(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int
     """
     block_state = getattr(scheduler_output, "kv_connector_block_state", None)
     return getattr(block_state, "boundary_state_offloads", None) or {}
+
+
+def drops_eagle_block(vllm_config: Any) -> bool:
+    """Tell whether hits are proven for a draft model by the tokens behind them (EAGLE, MTP)."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return False
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return bool(drops())
+
+
+def num_prefill_lookahead_tokens(vllm_config: Any) -> int:
+    """Return how many tokens beyond the computed ones a draft model reads while it prefills."""
+    if hasattr(vllm_config, "num_prefill_lookahead_tokens"):
+        return int(vllm_config.num_prefill_lookahead_tokens)
+    speculative = getattr(vllm_config, "speculative_config", None)  # as 0.30 has it
+    if speculative is None or not speculative.use_eagle():
+        return 0
+    return int(speculative.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1
+
+
+def retention_interval(kv_cache_config: Any) -> int | None:
+    """Return how sparsely the engine keeps window and state groups, ``None`` for densely."""
+    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    return None if interval is None else int(interval)
+
+
+def conv_state_layout() -> str:
+    """Return the order of dimensions in which layers keep their convolution states."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return str(get_conv_state_layout())
 
 
 def transfer_results(

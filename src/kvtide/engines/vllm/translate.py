@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention, Group
+from kvtide.core.groups import ChunkedLocal, Group, SlidingWindow
 from kvtide.engines.vllm import features
+from kvtide.engines.vllm.features import BlockSizes
+from kvtide.engines.vllm.specs import CANNOT_SERVE, describe_specs, faults_of, group_of
 from kvtide.errors import ConfigError, UnsupportedModelError
-
-_DISABLE = (
-    "run this model without kvtide (remove --kv-transfer-config); support for such models comes "
-    "with a later release"
-)
-_KINDS = {
-    "SlidingWindowSpec": "sliding-window attention",
-    "SlidingWindowMLASpec": "sliding-window MLA",
-    "ChunkedLocalAttentionSpec": "chunked local attention",
-    "MambaSpec": "Mamba or linear-attention state",
-    "CrossAttentionSpec": "cross attention",
-    "EncoderOnlyAttentionSpec": "encoder-only attention",
-    "SinkFullAttentionSpec": "full attention with sink blocks",
-    "RSWASpec": "reference sliding-window attention",
-    "HiddenStateCacheSpec": "hidden-state cache",
-    "CircularBufferSpec": "circular buffer",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +22,10 @@ class GroupPlan:
     ``groups[i]`` is the engine's group ``group_ids[i]``. ``hash_block_size`` is in tokens.
     ``specs`` describes the groups as JSON data for the identity, without layer names;
     ``num_layers[i]`` counts the layers of a group in this process's view (under pipeline
-    parallelism the first stage's only).
+    parallelism the first stage's only). ``partial_hits`` and ``retention_interval`` are as in
+    :class:`~kvtide.core.coordinator.Coordinator`. The KV cache of the last
+    ``num_unsettled_tokens`` that a request has computed may still be rewritten (draft modules that
+    read several tokens ahead): it is not to be saved before that many more are computed.
     """
 
     groups: tuple[Group, ...]
@@ -51,7 +38,7 @@ class GroupPlan:
     num_unsettled_tokens: int = 0
 
     def coordinator(self) -> Coordinator:
-        """Return the joint decisions over these groups."""
+        """Return the joint decisions over these groups, the same in every process."""
         return Coordinator(
             self.groups, self.hash_block_size, self.partial_hits, self.retention_interval
         )
@@ -60,28 +47,112 @@ class GroupPlan:
 def translate_groups(kv_cache_config: Any, vllm_config: Any) -> GroupPlan:
     """Return the core's groups for the engine's prefix-cacheable KV cache groups.
 
+    Groups that the engine keeps out of prefix caching are left out whatever their kind: the engine
+    fills them itself after a hit, its own or a loaded one.
+
     Raises:
-        UnsupportedModelError: the model has a group kvtide cannot serve yet, or more than one;
-            every such group is named, with its kind and what to do.
-        ConfigError: the engine rejects its own block sizes (``--prefix-match-unit``).
+        UnsupportedModelError: the model has groups kvtide cannot serve; every such group is named,
+            with its kind and what to do.
+        ConfigError: the engine's block sizes or retention do not fit together.
     """
-    faults = list(_group_faults(kv_cache_config))
+    ids = features.prefix_cacheable_group_ids(kv_cache_config)
+    chosen = [kv_cache_config.kv_cache_groups[number] for number in ids]
+    faults = list(_group_faults(ids, chosen))
     if faults:
         raise UnsupportedModelError(faults)
-    ids = features.prefix_cacheable_group_ids(kv_cache_config)
+    sizes = _block_sizes(kv_cache_config, vllm_config)
+    groups = tuple(_groups(kv_cache_config, vllm_config, ids, sizes))
+    faults = list(_joint_faults(groups, ids, chosen, sizes))
+    if faults:
+        raise UnsupportedModelError(faults)
+    return GroupPlan(
+        groups=groups,
+        group_ids=ids,
+        hash_block_size=sizes.hashed,
+        specs=tuple(describe_specs(group.kv_cache_spec) for group in chosen),
+        num_layers=tuple(len(group.layer_names) for group in chosen),
+        partial_hits=sizes.hit_alignment < sizes.scheduler,
+        retention_interval=_retention_interval(kv_cache_config, groups, sizes),
+        num_unsettled_tokens=max(0, features.num_prefill_lookahead_tokens(vllm_config) - 1),
+    )
+
+
+def eagle_proof_tokens(block_size: int, hash_block_size: int, *, is_fine_grained: bool) -> int:
+    """Return how many tokens beyond a hit a group of a draft model has to match.
+
+    The rule of vLLM's ``kv_cache_utils.eagle_proof_margin``: what the engine drops of such a hit,
+    one block, or one hash block where hits may end inside a block.
+    """
+    return min(block_size, hash_block_size) if is_fine_grained else block_size
+
+
+def _groups(
+    kv_cache_config: Any, vllm_config: Any, ids: tuple[int, ...], sizes: BlockSizes
+) -> Iterator[Group]:
+    drafts = _draft_groups(kv_cache_config, vllm_config, ids)
+    for number in ids:
+        group = kv_cache_config.kv_cache_groups[number]
+        block_size = features.block_span(group.kv_cache_spec, vllm_config)
+        manager = features.manager_class(group)
+        proof_tokens = eagle_proof_tokens(
+            block_size,
+            sizes.hashed,
+            is_fine_grained=sizes.hit_alignment < sizes.scheduler
+            and manager.supports_fine_grained_hash_lookup,
+        )
+        yield group_of(group.kv_cache_spec, block_size, proof_tokens if number in drafts else 0)
+
+
+def _draft_groups(kv_cache_config: Any, vllm_config: Any, ids: tuple[int, ...]) -> set[int]:
+    """Return the groups whose hits the engine proves by the tokens behind them.
+
+    As vLLM's coordinators have it: those it flagged; all of them where it drops blocks and flagged
+    none; and any group of the same spec as one of them, because it looks them up together.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    drafts = {number for number, group in enumerate(groups) if group.is_eagle_group}
+    if features.drops_eagle_block(vllm_config) and not drafts:
+        drafts = set(range(len(groups)))
+    kinds = {
+        number: (
+            features.manager_class(groups[number]),
+            # What a scheduler sees of a group of uniform type is its first layer's spec.
+            features.each_layer_spec(groups[number].kv_cache_spec)[0],
+        )
+        for number in ids
+    }
+    return {
+        number
+        for number in ids
+        if any(kinds[number] == kinds[draft] for draft in drafts if draft in kinds)
+    }
+
+
+def _block_sizes(kv_cache_config: Any, vllm_config: Any) -> BlockSizes:
     try:
-        hash_block_size = features.resolve_hash_block_size(kv_cache_config, vllm_config)
+        return features.resolve_block_sizes(kv_cache_config, vllm_config)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"vLLM rejects the KV cache block sizes: {error}") from error
-    chosen = [kv_cache_config.kv_cache_groups[number] for number in ids]
-    specs = [describe_specs(group.kv_cache_spec) for group in chosen]
-    return GroupPlan(
-        groups=tuple(FullAttention(group.kv_cache_spec.block_size) for group in chosen),
-        group_ids=ids,
-        hash_block_size=hash_block_size,
-        specs=tuple(specs),
-        num_layers=tuple(len(group.layer_names) for group in chosen),
-    )
+
+
+def _retention_interval(
+    kv_cache_config: Any, groups: tuple[Group, ...], sizes: BlockSizes
+) -> int | None:
+    """Return the retention the engine was given, ``None`` where it has nothing to act on.
+
+    The engine keeps chunked-local groups dense whatever it was given, as it does full attention.
+    """
+    interval = features.retention_interval(kv_cache_config)
+    if interval is None or not any(
+        group.is_state or isinstance(group, SlidingWindow) for group in groups
+    ):
+        return None
+    if interval < 0 or interval % sizes.scheduler:
+        raise ConfigError(
+            f"--prefix-cache-retention-interval {interval} does not fit this model: give 0 or a "
+            f"multiple of {sizes.scheduler}, in tokens"
+        )
+    return interval
 
 
 def check_engine(vllm_config: Any) -> list[str]:
@@ -127,82 +198,43 @@ def _parallel_faults(parallel: Any) -> Iterator[str]:
             yield f"{flag} {size} is not supported yet: set it to 1 or remove --kv-transfer-config"
 
 
-def _group_faults(kv_cache_config: Any) -> Iterator[str]:
-    groups = kv_cache_config.kv_cache_groups
-    cacheable = features.prefix_cacheable_group_ids(kv_cache_config)
-    if not cacheable:
-        yield f"the model has no KV cache group whose prefixes can be reused: {_DISABLE}"
-    for number, group in enumerate(groups):
-        where = f"KV cache group {number} ({_some(group.layer_names)})"
+def _group_faults(ids: tuple[int, ...], groups: list[Any]) -> Iterator[str]:
+    if not ids:
+        yield f"the model has no KV cache group whose prefixes can be reused: {CANNOT_SERVE}"
+    for number, group in zip(ids, groups, strict=True):
+        where = _where(number, group)
         if features.group_retains_longer_hits(group):
-            yield f"{where} is backed by host memory, which is not supported yet: {_DISABLE}"
+            yield (
+                f"{where} is backed by host memory or finds hits of its own, and kvtide's are "
+                "joint over all groups: leave hisparse_config out of --attention-config"
+            )
             continue
-        for kind in sorted({*_unsupported_kinds(group.kv_cache_spec)}):
-            yield f"{where} holds {kind}, which is not supported yet: {_DISABLE}"
-    supported = not any(_unsupported_kinds(group.kv_cache_spec) for group in groups)
-    if len(groups) > 1 and supported:
+        for fault in faults_of(group.kv_cache_spec):
+            yield f"{where} holds {fault}"
+
+
+def _joint_faults(
+    groups: tuple[Group, ...], ids: tuple[int, ...], chosen: list[Any], sizes: BlockSizes
+) -> Iterator[str]:
+    for number, group, spec in zip(ids, groups, chosen, strict=True):
+        if isinstance(group, ChunkedLocal) and group.proof_tokens:
+            yield (
+                f"{_where(number, spec)} holds chunked local attention, which vLLM cannot look up "
+                "for a draft model: remove --speculative-config, or give "
+                "--disable-hybrid-kv-cache-manager"
+            )
+    lcm_block_size = math.lcm(*(group.block_size for group in groups))
+    if lcm_block_size != sizes.scheduler:
         yield (
-            f"the model has {len(groups)} KV cache groups, and more than one is not supported "
-            f"yet: {_DISABLE}"
+            f"the groups outside prefix caching make vLLM's unit of hits {sizes.scheduler} tokens "
+            f"where the others' blocks make it {lcm_block_size}, so hits would end where the "
+            f"engine cannot resume: {CANNOT_SERVE}"
         )
 
 
-def _unsupported_kinds(spec: Any) -> list[str]:
-    layers = features.layer_specs(spec)
-    if layers is not None:
-        return [kind for layer in layers.values() for kind in _unsupported_kinds(layer)]
-    # The type itself, not a subclass: what derives from full attention recycles blocks (R-SWA),
-    # adds blocks (sinks) or is no attention at all. A *window* on a full-attention spec is fine:
-    # the engine then keeps all blocks and only computes less.
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        name = type(spec).__name__
-        return [f"{_KINDS[name]} ({name})" if name in _KINDS else name]
-    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
-        return ["non-causal attention"]
-    if getattr(spec, "tokens_per_state", 1) != 1:
-        return ["compressed attention states"]
-    return []
-
-
-def describe_specs(spec: Any) -> dict[str, object]:
-    """Return a group's spec as JSON data: what decides its bytes, and no layer names.
-
-    A uniform-type group is described by its layers' distinct specs, in order.
-    """
-    layers = features.layer_specs(spec)
-    if layers is not None:
-        distinct: list[dict[str, object]] = []
-        for layer in layers.values():
-            described = describe_specs(layer)
-            if described not in distinct:
-                distinct.append(described)
-        return distinct[0] if len(distinct) == 1 else {"layers": distinct}
-    described = {"kind": type(spec).__name__}
-    for name in _SPEC_FIELDS:
-        value = getattr(spec, name, None)
-        if value is not None:
-            described[name] = value if isinstance(value, (int, str)) else str(value)
-    return described
-
-
-# Not kv_quant_mode: its numbers are aliases of each other in some releases. Its effect is in
-# dtype, state_content_bytes and the configured cache dtype.
-_SPEC_FIELDS = (
-    "block_size",
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "dtype",
-    "sliding_window",
-    "attention_chunk_size",
-    "num_head_slots",
-    "state_content_bytes",
-    "tokens_per_state",
-    "cache_dtype_str",
-    "model_version",
-)
-
-
-def _some(names: list[str], limit: int = 2) -> str:
+def _where(number: int, group: Any, limit: int = 2) -> str:
+    names = group.layer_names
     shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more layers"
+    if len(names) > limit:
+        shown += f" and {len(names) - limit} more layers"
+    return f"KV cache group {number} ({shown})"
