@@ -142,7 +142,7 @@ class ModelledEngine:
                 "kv_connector_extra_config": {
                     "store": store,
                     "weights_version": "modelled",
-                    "lookup_wait_ms": 2000,
+                    "lookup_wait_ms": 1000,
                     "staging_size": "16MiB",
                     **self.setup.options,
                 },
