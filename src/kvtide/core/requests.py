@@ -91,6 +91,14 @@ class SaveProgress:
     def record_saved(self, start_token: int, end_token: int) -> None:
         """Note that a range is stored and move the saved offset over what is contiguous."""
         self.back_off.succeed()
+        self._join(start_token, end_token)
+
+    def pass_over(self, end_token: int) -> None:
+        """Note that there is nothing to save from the scheduled offset to ``end_token``."""
+        self._join(self.scheduled_offset, end_token)
+        self.scheduled_offset = end_token
+
+    def _join(self, start_token: int, end_token: int) -> None:
         self.done[start_token] = end_token
         while (end := self.done.pop(self.saved_offset, None)) is not None:
             self.saved_offset = end

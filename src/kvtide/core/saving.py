@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -181,11 +181,32 @@ class Saving:
 
     def emit(
         self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
-    ) -> PlannedStore | None:
-        """Return the next job of a request, if something new is certain and the budget allows."""
+    ) -> Iterator[PlannedStore]:
+        """Yield the next jobs of a request, as far as tokens are certain and the budget allows."""
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
+        while (end := self._next_end(tracker, progress, scheduled, now_s)) is not None:
+            planned = plan_store(
+                scheduled.view,
+                self._coordinator,
+                job_id=self._take_job_id(),
+                prefix_id=tracker.prefix_id,
+                start_token=progress.scheduled_offset,
+                end_token=end,
+            )
+            if planned.pinned_block_ids:
+                self._open(planned, progress)
+                self._counters["store_jobs"] += 1
+                yield planned
+            else:  # states alone, or all freed: nothing of this range can be saved any more
+                self._counters["skipped_null_chunks"] += planned.num_null
+                progress.pass_over(end)
+
+    def _next_end(
+        self, tracker: RequestTracker, progress: SaveProgress, scheduled: Scheduled, now_s: float
+    ) -> int | None:
+        """Return where the next job of a request ends, ``None`` if there is none for now."""
         certain = self._coordinator.savable_token(self.certain_token(tracker, scheduled))
         if certain <= progress.scheduled_offset and not progress.must_rewind:
             self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
@@ -194,19 +215,7 @@ class Saving:
             return None
         start = progress.scheduled_offset
         end = min(certain, start + self._budget_tokens())
-        if end <= start:
-            return None
-        planned = plan_store(
-            scheduled.view,
-            self._coordinator,
-            job_id=self._take_job_id(),
-            prefix_id=tracker.prefix_id,
-            start_token=start,
-            end_token=end,
-        )
-        self._open(planned, progress)
-        self._counters["store_jobs"] += 1
-        return planned
+        return end if end > start else None
 
     def publish(
         self,

@@ -77,6 +77,8 @@ class Setup:
     num_blocks: int = 400
     hash_unit: int | None = None
     retention_interval: int | None = None
+    draft_groups: frozenset[int] = frozenset()
+    """Groups of an EAGLE draft model: a token's KV cache there knows the next token."""
     max_num_batched_tokens: int = 128
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -120,16 +122,23 @@ class ModelledEngine:
             {(0, 0): self.worker.get_handshake_metadata()}
         )
         self.outputs: dict[str, list[int]] = {}
-        self.loaded: dict[str, int] = {}
-        self.num_checked_tokens = 0
+        self.plans: list[Any] = []
+        """The plans of all steps, as the workers got them."""
+        self.num_checked = 0
+        """How many tokens' bytes, and states, were compared."""
         self.num_preemptions = 0
         self.worked = False
 
     # ------------------------------------------------------------------ what vLLM is given
 
     def _vllm_config(self, folder: Path, store: str) -> Any:
+        draft: dict[str, Any] = {}
+        if self.setup.draft_groups:
+            method = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 1}
+            draft["speculative_config"] = method
         config = engine_config(
             folder,
+            **draft,
             block_size=max(spec.block_size for spec in self.setup.specs),
             max_num_batched_tokens=self.setup.max_num_batched_tokens,
             max_num_seqs=8,
@@ -142,7 +151,7 @@ class ModelledEngine:
                 "kv_connector_extra_config": {
                     "store": store,
                     "weights_version": "modelled",
-                    "lookup_wait_ms": 2000,
+                    "lookup_wait_ms": 1000,
                     "staging_size": "16MiB",
                     **self.setup.options,
                 },
@@ -159,7 +168,8 @@ class ModelledEngine:
         groups, tensors = [], []
         for number, spec in enumerate(self.setup.specs):
             name = f"model.layers.{number}.attn"
-            groups.append(KVCacheGroupSpec([name], spec))
+            is_draft = number in self.setup.draft_groups
+            groups.append(KVCacheGroupSpec([name], spec, is_eagle_group=is_draft))
             tensors.append(
                 KVCacheTensor(
                     size=PAGE_BYTES * self.setup.num_blocks,
@@ -245,6 +255,12 @@ class ModelledEngine:
         )
         self.scheduler.add_request(request)
 
+    def abort(self, request_id: str) -> None:
+        """End a request now."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
     def run(self, timeout_s: float = 60.0) -> None:
         """Step until every request has ended and no job holds a block."""
         give_up_s = time.monotonic() + timeout_s
@@ -270,14 +286,13 @@ class ModelledEngine:
         self.num_preemptions += len(output.preempted_req_ids or ())
         self.worked = bool(output.num_scheduled_tokens)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        self.plans.append(output.kv_connector_metadata.plan)
         self._poison()
         for block_id in output.new_block_ids_to_zero or ():
             self.memory[block_id] = 0
         for copy in output.kv_cache_block_copies or ():
             self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
-        sampled = {
-            req_id: self._compute(req_id, start, count) for req_id, start, count in _work(output)
-        }
+        sampled = self._forward(list(_work(output)))
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(output.finished_req_ids)
@@ -308,23 +323,58 @@ class ModelledEngine:
 
     # ------------------------------------------------------------------ the model
 
-    def _compute(self, request_id: str, start: int, count: int) -> list[int]:
-        request = self.scheduler.requests[request_id]
-        tokens = list(request.all_token_ids)
+    def _forward(self, work: Sequence[tuple[str, int, int]]) -> dict[str, list[int]]:
+        """Compute a step's tokens and return what is sampled.
+
+        As in a layer's forward pass all tokens are written before any is read: vLLM lets a request
+        share a block that another one fills in the same step. States are never shared so.
+        """
+        sampled: dict[str, list[int]] = {}
+        chains = {name: self._chain(name) for name, _, _ in work}
+        for name, start, count in work:
+            for number, spec, table in self._tables(name):
+                if not is_state(spec):
+                    self._write_tokens(number, spec, table, chains[name], start, start + count)
+        for name, start, _ in work:
+            for number, spec, table in self._tables(name):
+                self._check(number, spec, table, chains[name], start)
+        for name, start, count in work:
+            chain = chains[name]
+            for number, spec, table in self._tables(name):
+                if is_state(spec):
+                    self._write_state(number, spec, table, chain, start + count)
+            # The chain knows one token more than there is: the one that is sampled now.
+            sampled[name] = [_next_token(chain[-2])] if start + count == len(chain) - 1 else []
+        return sampled
+
+    def _chain(self, request_id: str) -> list[bytes]:
+        """Return the digests of a request's tokens and of the one that follows."""
+        tokens = list(self.scheduler.requests[request_id].all_token_ids)
         chain = digests(tokens)
-        end = min(start + count, len(tokens))
+        return digests([*tokens, _next_token(chain[-1])])
+
+    def _content(self, number: int, chain: Sequence[bytes], token: int, size: int) -> bytes:
+        """Return what a group of attention holds for a token."""
+        known = token + (number in self.setup.draft_groups)
+        return _bytes(chain[known], number, size)
+
+    def _tables(self, request_id: str) -> list[tuple[int, Any, Sequence[int]]]:
+        """Return the number, the spec and a request's block table of each group."""
         tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        for number, (spec, table) in enumerate(zip(self.setup.specs, tables, strict=True)):
-            self._check(number, spec, table, chain, start)
-            if is_state(spec):
-                self._write_state(number, spec, table, chain, end)
-            else:
-                for token in range(start, end):
-                    slot = self._slot(spec, table, token)
-                    slot[:] = np.frombuffer(_bytes(chain[token], number, len(slot)), np.uint8)
-        if end < len(tokens):
-            return []
-        return [chain[-1][0] + 3]
+        return [(i, *pair) for i, pair in enumerate(zip(self.setup.specs, tables, strict=True))]
+
+    def _write_tokens(
+        self,
+        number: int,
+        spec: Any,
+        table: Sequence[int],
+        chain: Sequence[bytes],
+        start: int,
+        end: int,
+    ) -> None:
+        for token in range(start, end):
+            slot = self._slot(spec, table, token)
+            slot[:] = np.frombuffer(self._content(number, chain, token, len(slot)), np.uint8)
 
     def _check(
         self, number: int, spec: Any, table: Sequence[int], chain: Sequence[bytes], start: int
@@ -339,15 +389,16 @@ class ModelledEngine:
             assert found == _bytes(chain[start - 1], number, size), (
                 f"group {number}: block {block_id} does not hold the state after {start} tokens"
             )
+            self.num_checked += 1
             return
         width = PAGE_BYTES // spec.block_size
         for token in range(_first_read(spec, start), start):
             assert table[token // spec.block_size], f"group {number} has no block for token {token}"
             found = self._slot(spec, table, token).tobytes()
-            assert found == _bytes(chain[token], number, width), (
+            assert found == self._content(number, chain, token, width), (
                 f"group {number}: token {token} of {start} reads wrong bytes"
             )
-            self.num_checked_tokens += 1
+            self.num_checked += 1
 
     def _slot(self, spec: Any, table: Sequence[int], token: int) -> Any:
         width = PAGE_BYTES // spec.block_size
@@ -374,6 +425,10 @@ def _bytes(digest: bytes, number: int, size: int) -> bytes:
     """Return what a group stores for a digest."""
     whole = blake2b(digest + bytes([number]), digest_size=32).digest()
     return (whole * (size // 32 + 1))[:size]
+
+
+def _next_token(digest: bytes) -> int:
+    return digest[0] + 3
 
 
 def _first_read(spec: Any, start: int) -> int:
