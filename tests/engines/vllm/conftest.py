@@ -13,20 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm.environment import ENVIRONMENT
+
 HERE = Path(__file__).parent
-os.environ.update(
-    {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # One thread on every side of a comparison: a connector changes vLLM's default.
-        "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
-        # The engine in this process: it starts in seconds, and a test can look inside.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-)
+os.environ.update(ENVIRONMENT)
 # A store plugin that fails on a script, installed as any plugin would be: by its metadata.
 sys.path.append(str(HERE / "plugin"))
 
