@@ -16,7 +16,7 @@ STEP = 160
 HIT = 480
 SHARED = 400
 """What the prompt and the one that shares only a part of it have in common."""
-NUM_OUTPUT_TOKENS = 24
+NUM_OUTPUT_TOKENS = 40
 
 # The rotary kernel of vLLM 0.32's CPU build answers wrongly where queries or keys are not packed
 # one after another, as in these models: tokens then depend on how a prompt is cut into steps, and
@@ -41,7 +41,7 @@ class Family:
     partial_hit: int
     turn_hit: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_prompt_tokens: int = 500
+    num_prompt_tokens: int = HIT + 1
     num_decoded: int = 0
 
     @property
@@ -135,7 +135,7 @@ FAMILIES = [
         (("FullAttention", 16),),
         (30,),
         partial_hit=400,
-        turn_hit=496,
+        turn_hit=512,
         # Without AMX vLLM computes a prompt of an MLA model in one step. For equal steps on both
         # sides the prompt ends where the hit will end, and the next step has one token of output.
         settings={**_ROTARY_IN_TORCH, "max_num_batched_tokens": 1024},

@@ -16,6 +16,10 @@ from typing import Any
 
 _SEED = 1234
 _SPREAD = 0.08
+_KERNEL_SPREAD = 0.5
+"""Of convolution kernels: narrower ones let hardly a token depend on the state."""
+_SLOW_DECAY = -2.0
+"""With transformers' own decay a linear-attention state forgets its past within a token."""
 
 _COMMON = {
     "hidden_size": 128,
@@ -169,12 +173,19 @@ def _save(recipe: Recipe, folder: Path) -> None:
     model = getattr(transformers, recipe.model)(config)
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if name.endswith(".sinks"):
-                torch.nn.init.normal_(weights)
-            elif weights.dim() == 2 or (weights.dim() > 2 and "conv" not in name):
-                spread = recipe.embedding_spread if "embed" in name else _SPREAD
-                torch.nn.init.normal_(weights, std=spread)
+            if name.endswith("A_log"):
+                weights.fill_(_SLOW_DECAY)
+            elif weights.dim() > 1 or name.endswith("sinks"):
+                torch.nn.init.normal_(weights, std=_spread_of(name, recipe))
     model.to(torch.float32).save_pretrained(folder)
+
+
+def _spread_of(name: str, recipe: Recipe) -> float:
+    if "embed" in name:
+        return recipe.embedding_spread
+    if name.endswith(".sinks"):
+        return 1.0
+    return _KERNEL_SPREAD if "conv.weight" in name or "conv1d.weight" in name else _SPREAD
 
 
 def _save_draft(folder: Path) -> None:
