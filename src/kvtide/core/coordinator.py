@@ -157,7 +157,8 @@ class Coordinator:
         reach_tokens = group.reach_tokens
         if reach_tokens is None:
             return [chunks] if chunks else []
-        boundaries = self._retention.boundaries(
+        kept = Retention(self.lcm_block_size) if group.ignores_retention else self._retention
+        boundaries = kept.boundaries(
             chunks.start * group.block_size - group.proof_tokens,
             chunks.stop * group.block_size + reach_tokens,
             num_prompt_tokens,
