@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
 from typing import Any
@@ -17,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from tests.engines.vllm.configs import attention_spec
-from tests.engines.vllm.differential_cases import Case, GroupCase
+from tests.engines.vllm.differential_cases import HASHES, Case, GroupCase
 
 MAX_MODEL_LEN = 1 << 20
 
@@ -78,6 +77,7 @@ class Oracle:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.hashes = HASHES[: case.num_hashes]
         specs = [spec_of(group) for group in case.groups]
         groups = [
             KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle_group=group.is_eagle)
@@ -130,24 +130,45 @@ class Oracle:
             retention_interval=self.case.retention_interval,
         )
 
-    def hit(self, hashes: Sequence[bytes], present: AbstractSet[tuple[int, bytes]]) -> int:
+    def hit(self, present: AbstractSet[tuple[int, int]]) -> int:
         """Return the engine's longest hit of the case's request over the keys ``present``."""
-        pool = ExternalCachedBlockPool(self.case.hash_block_size, set(present))
+        pool = self._pool(present)
         self.engine.block_pool = pool
         for manager in self.engine.single_type_managers:
             manager.block_pool = pool
-        _, hit, *_ = self.engine.find_longest_cache_hit(hashes, max(0, self.case.num_tokens - 1))
+        _, hit, *_ = self.engine.find_longest_cache_hit(
+            self.hashes, max(0, self.case.num_tokens - 1)
+        )
         return int(hit)
 
-    def store_hit(self, hashes: Sequence[bytes], present: AbstractSet[tuple[int, bytes]]) -> int:
+    def store_hit(self, present: AbstractSet[tuple[int, int]]) -> int:
         """Return the store connector's longest hit, which mirrors the engine's."""
-        pool = ExternalCachedBlockPool(self.case.hash_block_size, set(present))
         longest = self.store.align_lookup_length(max(0, self.case.num_tokens - 1))
-        return self.store.find_longest_cache_hit(hashes, longest, pool)[1]
+        return self.store.find_longest_cache_hit(self.hashes, longest, self._pool(present))[1]
 
-    def load_mask(self, hashes: Sequence[bytes], hit: int) -> list[list[int]]:
+    def window_hit(
+        self, number: int, max_length: int, present: AbstractSet[tuple[int, int]]
+    ) -> int:
+        """Return what the manager of a draft model's window finds in ``max_length`` tokens."""
+        manager = self.engine.single_type_managers[number]
+        _, hit = type(manager).find_longest_cache_hit(
+            self.hashes,
+            max_length,
+            [number],
+            self._pool(present),
+            manager.kv_cache_spec,
+            drop_eagle_block=True,
+            alignment_tokens=manager.cache_hit_alignment_tokens,
+        )
+        return int(hit)
+
+    def _pool(self, present: AbstractSet[tuple[int, int]]) -> ExternalCachedBlockPool:
+        keys = {(number, self.hashes[index]) for number, index in present}
+        return ExternalCachedBlockPool(self.case.hash_block_size, keys)
+
+    def load_mask(self, hit: int) -> list[list[int]]:
         """Return per group the chunks that the store connector loads for a hit."""
-        masks = self.store.load_mask(hashes, hit)
+        masks = self.store.load_mask(self.hashes, hit)
         return [[chunk for chunk, wanted in enumerate(mask) if wanted] for mask in masks]
 
     def store_mask(
