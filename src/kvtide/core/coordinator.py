@@ -200,9 +200,10 @@ class Coordinator:
         """
         if group.is_downward_closed:
             return [chunks] if chunks else []
-        wanted = list(_runs_of_multiples(group, chunks, self._retention.step))
+        kept = Retention(self.lcm_block_size) if group.ignores_retention else self._retention
+        wanted = list(_runs_of_multiples(group, chunks, kept.step))
         has_proof = self.max_proof_tokens > 0
-        for boundary in self._retention.replayed(num_prompt_tokens, has_proof=has_proof):
+        for boundary in kept.replayed(num_prompt_tokens, has_proof=has_proof):
             matched = group.matched(boundary)
             first, stop = max(matched.start, chunks.start), min(matched.stop, chunks.stop)
             if first < stop:

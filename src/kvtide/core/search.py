@@ -9,10 +9,12 @@ Theory of operation. A chunk is asked for only where its presence can change the
   not need it. Since the chunks a boundary matches begin no later for an earlier boundary, the
   *first* of them tells most: if it is missing, so is every boundary down to it. So after a failure
   (and at once where no forward probe made a hit likely) only first chunks are asked, of many
-  boundaries in one batch: a ladder whose rungs are a whole window apart.
+  boundaries in one batch: a ladder whose rungs are a whole window apart. One state says nothing of
+  another, so its rungs are all the boundaries.
 
 Each key is asked at most once. Where boundaries cut chunks, a cut chunk may be present under any of
-its hashes at or after the cut; a state only under exactly its own.
+its hashes at or after the cut; a state only under exactly its own. Full attention is not asked for
+hashes past the best boundary so far and its proof, as in the engine's own search.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ FIRST_PROBE_KEYS = 64
 """A cold miss costs one batch of this many keys; while chunks are found, batches double."""
 MAX_PROBE_KEYS = 1024
 """Keeps the key building of one batch well under a millisecond."""
+_MAX_RUNGS = 128
+"""Likewise for a ladder, whose rungs are found one by one."""
 
 
 class Ask(NamedTuple):
@@ -51,6 +55,7 @@ class Found(NamedTuple):
 
 Search: TypeAlias = "Generator[Ask, Sequence[bool], Found]"
 _Step: TypeAlias = "Generator[Ask, Sequence[bool], int]"
+_Follower: TypeAlias = "_WindowProbe | _StateProbe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,8 @@ def search(
             hit = yield from probe.settle(hit)
         else:
             hit = min(hit, probe.cover(covered_token))
-    if forward:
-        for follower in backward:
-            follower.is_likely = True
+    for follower in backward:
+        follower.is_likely = bool(forward)
     backward.sort(key=lambda probe: len(probe.group.matched(hit)))
     settled = None
     while hit != settled and hit > where.start_token:
@@ -106,7 +110,7 @@ def search(
         for follower in backward:
             hit = yield from follower.settle(hit)
     hit = max(hit, where.start_token)
-    probes: list[_Probe] = sorted([*forward, *backward], key=lambda probe: probe.group_id)
+    probes = sorted([*forward, *backward], key=lambda probe: probe.group_id)
     tails = tuple(probe.tail_token(hit) for probe in probes)
     is_cut = any(tail != hit for tail in tails)
     return Found(hit, tails if is_cut and hit > where.start_token else ())
@@ -114,14 +118,16 @@ def search(
 
 def _probes(
     boundaries: Boundaries, where: SearchRange
-) -> tuple[list[_ForwardProbe], list[_BackwardProbe]]:
+) -> tuple[list[_ForwardProbe], list[_Follower]]:
     forward: list[_ForwardProbe] = []
-    backward: list[_BackwardProbe] = []
+    backward: list[_Follower] = []
     for group_id, group in enumerate(boundaries.groups):
         if group.is_downward_closed:
             forward.append(_ForwardProbe(boundaries, where, group_id, group))
+        elif group.is_state:
+            backward.append(_StateProbe(boundaries, where, group_id, group))
         else:
-            backward.append(_BackwardProbe(boundaries, where, group_id, group))
+            backward.append(_WindowProbe(boundaries, where, group_id, group))
     return forward, backward
 
 
@@ -205,7 +211,52 @@ class _ForwardProbe(_Probe):
         return end if end <= self._whole_token else max(hit, self.covered_token)
 
 
-class _BackwardProbe(_Probe):
+class _StateProbe(_Probe):
+    """A group that needs exactly the state at a boundary."""
+
+    is_likely = False
+    """Whether to ask for the next boundary alone."""
+    _present: Sequence[int] = ()
+    """The boundaries at or above the floor that have a state, the last one first."""
+    _floor: int | None = None
+    """The lowest boundary that was asked for."""
+    _num_keys = FIRST_PROBE_KEYS
+
+    def settle(self, boundary: int) -> _Step:
+        """Return the last boundary at most ``boundary`` that has a state."""
+        for found in self._present:
+            if found <= boundary:
+                return found
+        step = self._boundaries.alignment
+        if self._floor is not None:
+            boundary = min(boundary, self._floor - step)
+        while boundary > self._where.start_token:
+            asked = range(boundary, self._where.start_token, -step)[: self._take_num_keys()][::-1]
+            names = range(asked[0] // self._unit - 1, asked[-1] // self._unit, step // self._unit)
+            answers = yield Ask(self.group_id, names)
+            self._floor = asked[0]
+            found_here = [b for b, there in zip(asked, answers, strict=True) if there]
+            self._present = found_here[::-1]
+            if found_here:
+                return found_here[-1]
+            boundary = asked[0] - step
+        return boundary
+
+    def _take_num_keys(self) -> int:
+        """Return how many boundaries to ask for now, and let the next batch be larger."""
+        if self.is_likely:
+            self.is_likely = False
+            return 1
+        num_keys = self._num_keys
+        self._num_keys = min(2 * num_keys, MAX_PROBE_KEYS)
+        return num_keys
+
+    def tail_token(self, hit: int) -> int:
+        """Return the hit: a state has no other name."""
+        return hit
+
+
+class _WindowProbe(_Probe):
     """A group that needs only what lies before a boundary, and may lack anything else."""
 
     def __init__(
@@ -216,7 +267,7 @@ class _BackwardProbe(_Probe):
         """Whether all that the next boundary matches is worth asking for at once."""
         self._present: set[int] = set()
         self._absent: set[int] = set()
-        self._num_keys = FIRST_PROBE_KEYS
+        self._num_rungs = FIRST_PROBE_KEYS
 
     def settle(self, boundary: int) -> _Step:
         """Return the last boundary at most ``boundary`` that the group can resume at."""
@@ -240,16 +291,14 @@ class _BackwardProbe(_Probe):
     def _names(self, boundary: int) -> tuple[range, range]:
         """Return the hash blocks that name what ``boundary`` matches and the engine does not hold.
 
-        First the names of whole chunks, one each; then those of the chunk that it cuts (or of the
-        state there), any of which will do.
+        First the names of whole chunks, one each; then those of the chunk that it cuts, any of
+        which will do.
         """
         end_token = boundary + self.group.proof_tokens
         matched = self.group.matched(boundary)
         first = max(matched.start, self._where.start_token // self.group.block_size)
         ratio = self.hashes_per_chunk
         last = end_token // self._unit - 1
-        if self.group.is_state:
-            return range(0), range(last, last + 1)
         whole_stop = max(first, end_token // self.group.block_size)
         whole = range((first + 1) * ratio - 1, whole_stop * ratio, ratio)
         if end_token % self.group.block_size == 0 or matched.stop <= first:
@@ -283,14 +332,14 @@ class _BackwardProbe(_Probe):
     def _ladder(self, boundary: int) -> list[int]:
         """Return the names of the first chunks of descending boundaries, each below the other's."""
         names: list[int] = []
-        while boundary > self._where.start_token and len(names) < self._num_keys:
+        while boundary > self._where.start_token and len(names) < self._num_rungs:
             whole, cut = self._names(boundary)
             first = whole[:1] or cut
             if not first:  # a chunk boundary of local attention needs nothing
                 break
             names += [n for n in first if n not in self._absent and n not in self._present]
             boundary = self._below((first[0] + 1) * self._unit)
-        self._num_keys = min(2 * self._num_keys, MAX_PROBE_KEYS)
+        self._num_rungs = _MAX_RUNGS
         return names
 
     def _below(self, end_token: int) -> int:
@@ -299,7 +348,7 @@ class _BackwardProbe(_Probe):
 
     def tail_token(self, hit: int) -> int:
         """Return the token whose hash names the chunk that ends at ``hit``."""
-        if self.group.is_state or hit % self.group.block_size == 0:
+        if hit % self.group.block_size == 0:
             return hit
         first = hit // self._unit - 1
         stop = -(-hit // self.group.block_size) * self.hashes_per_chunk
