@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +181,13 @@ def test_descriptions_are_json(number: int) -> None:
 
     described = describe_specs(all_specs()[number])
     assert json.loads(json.dumps(described)) == described
+
+
+def test_the_page_of_models_names_every_spec() -> None:
+    """What is served and what is refused by name stands where an operator looks for it."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    served, refused = page.split("## Refused")
+    for kind in module._KINDS:
+        assert f"`{kind.__name__}`" in served
+    for name in [*module._NOT_SERVED, "HiddenStateCacheSpec"]:
+        assert f"`{name}`" in refused
