@@ -17,7 +17,7 @@ from kvtide.testing.blocks import FakeBlocks
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock
+from kvtide.testing.engine_setup import EngineSetup, ManualClock, full_attention
 from kvtide.testing.interrupts import InterruptedStore
 
 IDS = ["a", "b", "c", "d", "e"]
@@ -49,7 +49,7 @@ def some_keys(part: int) -> Callable[[str], bool]:
 setups = st.builds(
     EngineSetup,
     num_blocks=st.sampled_from([13, 16, 24, 64]),
-    block_sizes=st.sampled_from([(4,), (4, 8)]),
+    groups=st.sampled_from([full_attention(4), full_attention(4, 8)]),
     max_tokens_per_step=st.sampled_from([3, 7, 16, 64]),
     max_running=st.sampled_from([1, 2, 8]),
     num_ranks=st.integers(1, 2),
