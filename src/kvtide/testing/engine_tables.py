@@ -194,10 +194,11 @@ class BlockTables:
         interval = self._setup.retention_interval
         if interval is None or not group.is_state:
             return True
-        unit = self._setup.lcm_block_size
-        last = self._setup.reusable_state_token(request.num_prompt_tokens, unit)
-        extension = request.num_prompt_tokens // unit * unit - unit
-        kept = {last, extension} if self._setup.has_drafts else {last}
+        num_tokens, unit = request.num_prompt_tokens, self._setup.lcm_block_size
+        kept = {self._setup.reusable_state_token(num_tokens, unit)}
+        kept.add(self._setup.reusable_state_token(num_tokens, self._setup.alignment))
+        if self._setup.has_drafts:
+            kept.add((num_tokens - 1) // unit * unit - unit)
         return boundary in kept or (interval > 0 and boundary % interval == 0)
 
     def _publish_tail(self, request: EngineRequest, group_id: int, num_tokens: int) -> None:
