@@ -152,6 +152,11 @@ class Coordinator:
         )
 
     @property
+    def num_whole_proof_chunks(self) -> int:
+        """How many whole chunks the proofs of one boundary have, over all groups."""
+        return sum(group.proof_tokens // group.block_size for group in self.groups)
+
+    @property
     def max_stored_per_unit(self) -> int:
         """How many chunks of a unit are stored at most, over all groups."""
         unit = self.lcm_block_size
