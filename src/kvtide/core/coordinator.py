@@ -18,7 +18,7 @@ than the others, so that the last boundary that is saved has its proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
@@ -58,8 +58,8 @@ class Coordinator:
                     f"block_size {group.block_size} and proof_tokens {group.proof_tokens} must be "
                     f"multiples of hash_block_size {self.hash_block_size}"
                 )
-            if group.proof_tokens > group.block_size:
-                raise ValueError(f"a proof is at most a block: {group}")
+            if group.proof_tokens > (0 if group.is_state else group.block_size):
+                raise ValueError(f"a proof is at most a block, and a state has none: {group}")
         lcm = math.lcm(*(group.block_size for group in self.groups))
         object.__setattr__(self, "lcm_block_size", lcm)
         object.__setattr__(self, "_retention", Retention(lcm, self.retention_interval))
@@ -81,8 +81,13 @@ class Coordinator:
 
     @property
     def may_shorten(self) -> bool:
-        """Whether every boundary below a hit is a hit as well."""
-        return all(group.is_downward_closed for group in self.groups)
+        """Whether every boundary below a hit is a hit as well, under the names at the boundary."""
+        return not self.partial_hits and all(group.is_downward_closed for group in self.groups)
+
+    @property
+    def sentinel_block_size(self) -> int | None:
+        """The block size of the group whose chunks are all stored, ``None`` where there is none."""
+        return next((g.block_size for g in self.groups if g.is_downward_closed), None)
 
     def aligned(self, num_tokens: int) -> int:
         """Return ``num_tokens`` rounded down to whole ``lcm_block_size``: the units of saving."""
@@ -137,14 +142,53 @@ class Coordinator:
 
     def savable_token(self, num_certain_tokens: int) -> int:
         """Return up to where ``num_certain_tokens`` can be saved: whole units with their proof."""
-        return max(0, self.aligned(num_certain_tokens - self._whole_proof_tokens))
+        return max(0, self.aligned(num_certain_tokens - self.whole_proof_tokens))
 
     @property
-    def _whole_proof_tokens(self) -> int:
+    def whole_proof_tokens(self) -> int:
         """The proofs that are whole chunks. What is finer only boundary puts can save."""
         return max(
             group.proof_tokens // group.block_size * group.block_size for group in self.groups
         )
+
+    @property
+    def max_stored_per_unit(self) -> int:
+        """How many chunks of a unit are stored at most, over all groups."""
+        unit = self.lcm_block_size
+        num_chunks = 0
+        for group in self.groups:
+            if group.is_state:
+                continue
+            whole = unit // group.block_size
+            last = group.last_requiring(0)
+            if last is not None:
+                whole = min(whole, (last + group.proof_tokens) // group.block_size + 1)
+            num_chunks += whole
+        return num_chunks
+
+    def boundary_chunks(
+        self, boundary: int, num_prompt_tokens: int | None
+    ) -> list[list[tuple[int, int]]]:
+        """Return per group what resuming at ``boundary`` needs beside what saving its units stores.
+
+        That is, as ``(chunk, end_token)``: chunks past the last whole unit, one that the boundary
+        (or its proof) cuts, and chunks of a boundary that retention does not keep. The hash at
+        ``end_token`` names the chunk. State groups have none: the engine hands their blocks off.
+        """
+        saved_token = self.aligned(boundary)
+        needed: list[list[tuple[int, int]]] = []
+        for group in self.groups:
+            if group.is_state:
+                needed.append([])
+                continue
+            size, end_token = group.block_size, boundary + group.proof_tokens
+            matched = group.matched(boundary)
+            saved_stop = saved_token // size + group.proof_tokens // size
+            saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
+            stored = self._reachable_runs(group, saved, num_prompt_tokens)
+            missing = _without(matched, stored)
+            needed.append([(chunk, min((chunk + 1) * size, end_token)) for chunk in missing])
+        return needed
 
     def _reachable_runs(
         self, group: Group, chunks: range, num_prompt_tokens: int | None
@@ -154,18 +198,12 @@ class Coordinator:
         Whether a chunk is among them does not depend on where ``chunks`` begin or end: a chunk is
         looked at once, so boundaries that lie beyond it count as well.
         """
-        reach_tokens = group.reach_tokens
-        if reach_tokens is None:
+        if group.is_downward_closed:
             return [chunks] if chunks else []
-        kept = Retention(self.lcm_block_size) if group.ignores_retention else self._retention
-        boundaries = kept.boundaries(
-            chunks.start * group.block_size - group.proof_tokens,
-            chunks.stop * group.block_size + reach_tokens,
-            num_prompt_tokens,
-            has_proof=self.max_proof_tokens > 0,
-        )
-        wanted: list[range] = []
-        for boundary in boundaries:
+        step = self.lcm_block_size if group.ignores_retention else self._retention.step
+        wanted = list(_runs_of_multiples(group, chunks, step))
+        has_proof = self.max_proof_tokens > 0
+        for boundary in self._retention.replayed(num_prompt_tokens, has_proof=has_proof):
             matched = group.matched(boundary)
             first, stop = max(matched.start, chunks.start), min(matched.stop, chunks.stop)
             if first < stop:
@@ -227,6 +265,38 @@ class Coordinator:
         end_token = self.last_boundary(max(0, known_tokens))
         end = (end_token + self.max_proof_tokens) // self.hash_block_size
         return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+
+
+def _runs_of_multiples(group: Group, chunks: range, step: int) -> Iterator[range]:
+    """Yield the runs of ``chunks`` that multiples of ``step`` tokens match; none where it is 0.
+
+    Not boundary by boundary, but each time by the last one that still matches the next chunk.
+    """
+    size, proof = group.block_size, group.proof_tokens
+    chunk = chunks.start
+    while step and chunk < chunks.stop:
+        boundary = (max(0, chunk * size - proof) // step + 1) * step  # the first one behind
+        first = group.matched(boundary).start
+        if first > chunk:
+            chunk = first
+            continue
+        last = group.last_requiring(chunk)
+        assert last is not None
+        boundary = max(boundary, last // step * step)
+        stop = min(group.matched(boundary).stop, chunks.stop)
+        yield range(chunk, stop)
+        chunk = stop
+
+
+def _without(chunks: range, runs: Sequence[range]) -> list[int]:
+    """Return the chunks that lie in none of the ascending ``runs``."""
+    left: list[int] = []
+    first = chunks.start
+    for run in runs:
+        left.extend(range(first, run.start))
+        first = run.stop
+    left.extend(range(first, chunks.stop))
+    return left
 
 
 def _merged(runs: list[range]) -> list[range]:

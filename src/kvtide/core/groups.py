@@ -39,12 +39,11 @@ class Group(ABC):
         Both ends never fall as ``num_tokens`` grows.
         """
 
-    @property
     @abstractmethod
-    def reach_tokens(self) -> int | None:
-        """How far behind the end of a chunk a boundary may lie that still requires it, at most.
+    def last_requiring(self, chunk: int) -> int | None:
+        """Return the largest token count that requires ``chunk``; ``None``: there is none.
 
-        ``None``: every later boundary requires it.
+        No count below it, down to the end of the chunk, has ``required`` begin behind the chunk.
         """
 
     @property
@@ -53,7 +52,7 @@ class Group(ABC):
 
         Such a group is probed forward and stops at its first gap; it is never stored sparsely.
         """
-        return self.reach_tokens is None
+        return False
 
     @property
     def is_state(self) -> bool:
@@ -86,10 +85,14 @@ class FullAttention(Group):
         """Return ``[0, ceil(num_tokens / block_size))``."""
         return range(ceil_div(num_tokens, self.block_size))
 
+    def last_requiring(self, chunk: int) -> None:  # noqa: ARG002
+        """Return ``None``: a longer prefix needs all that a shorter one needs."""
+        return
+
     @property
-    def reach_tokens(self) -> None:
-        """Without end: a longer prefix needs all that a shorter one needs."""
-        return None
+    def is_downward_closed(self) -> bool:
+        """True."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,9 @@ class SlidingWindow(Group):
         first_token = max(0, num_tokens - (self.window - 1))
         return range(first_token // self.block_size, ceil_div(num_tokens, self.block_size))
 
-    @property
-    def reach_tokens(self) -> int:
-        """The window."""
-        return self.window
+    def last_requiring(self, chunk: int) -> int:
+        """Return where the chunk's last token leaves the window."""
+        return (chunk + 1) * self.block_size + self.window - 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,10 @@ class ChunkedLocal(Group):
         first_token = num_tokens // self.chunk_size * self.chunk_size
         return range(first_token // self.block_size, ceil_div(num_tokens, self.block_size))
 
-    @property
-    def reach_tokens(self) -> int:
-        """The attention chunk."""
-        return self.chunk_size
+    def last_requiring(self, chunk: int) -> int:
+        """Return the last token count inside the attention chunk of the chunk's last token."""
+        end_token = (chunk + 1) * self.block_size
+        return ceil_div(end_token, self.chunk_size) * self.chunk_size - 1
 
     @property
     def ignores_retention(self) -> bool:
@@ -150,10 +152,9 @@ class Mamba(Group):
         end = ceil_div(num_tokens, self.block_size)
         return range(max(0, end - 1), end)
 
-    @property
-    def reach_tokens(self) -> int:
-        """None: a state serves the boundary at its end."""
-        return 0
+    def last_requiring(self, chunk: int) -> int:
+        """Return the end of the chunk: a state serves the boundary at its end."""
+        return (chunk + 1) * self.block_size
 
     @property
     def is_state(self) -> bool:

@@ -7,7 +7,6 @@ its words are vLLM's ``prefix_cache_retention_interval`` and ``replay_boundaries
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -46,20 +45,16 @@ class Retention:
                 f"the retention interval {self.interval} must be a multiple of {self.unit} tokens"
             )
 
-    def boundaries(
-        self, after_token: int, last_token: int, num_prompt_tokens: int | None, *, has_proof: bool
-    ) -> Iterator[int]:
-        """Yield the boundaries kept in ``(after_token, last_token]``, none of them twice.
+    @property
+    def step(self) -> int:
+        """The distance of the boundaries kept along the whole request; 0 where there are none."""
+        return self.unit if self.interval is None else self.interval
 
-        They ascend, but for the replay boundaries, which come last. ``num_prompt_tokens`` ``None``:
-        the prompt is not known, and no boundary is kept for its sake.
+    def replayed(self, num_prompt_tokens: int | None, *, has_proof: bool) -> tuple[int, ...]:
+        """Return the boundaries kept for the sake of the prompt, beside the multiples of ``step``.
+
+        ``num_prompt_tokens`` ``None``: the prompt is not known.
         """
-        step = self.unit if self.interval is None else self.interval
-        if step:
-            yield from range((max(after_token, 0) // step + 1) * step, last_token + 1, step)
         if self.interval is None or num_prompt_tokens is None:
-            return
-        for boundary in replay_boundaries(num_prompt_tokens, self.unit, has_proof=has_proof):
-            is_regular = step and boundary % step == 0
-            if after_token < boundary <= last_token and not is_regular:
-                yield boundary
+            return ()
+        return replay_boundaries(num_prompt_tokens, self.unit, has_proof=has_proof)

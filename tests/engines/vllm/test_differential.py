@@ -135,8 +135,8 @@ def expected_mask(
 
 def is_required(group: Group, chunk: int, unit: int) -> bool:
     """Tell whether some boundary, a multiple of ``unit`` tokens, requires the chunk."""
-    assert group.reach_tokens is not None
-    last = (chunk + 1) * group.block_size + group.reach_tokens
+    last = group.last_requiring(chunk)
+    assert last is not None
     return any(chunk in group.required(boundary) for boundary in range(unit, last + 1, unit))
 
 
@@ -258,4 +258,5 @@ def kept(case: Case, oracle: Oracle) -> list[int]:
     """Return the boundaries that retention keeps in the beginning of the case's prompt."""
     retention = oracle.coordinator()._retention
     last = 16 * case.lcm_block_size
-    return list(retention.boundaries(0, last, case.num_prompt_tokens, has_proof=True))
+    regular = range(retention.step, last, retention.step) if retention.step else ()
+    return [*regular, *retention.replayed(case.num_prompt_tokens, has_proof=True)]
