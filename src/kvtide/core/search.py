@@ -265,8 +265,8 @@ class _WindowProbe(_Probe):
         super().__init__(boundaries, where, group_id, group)
         self.is_likely = False
         """Whether all that the next boundary matches is worth asking for at once."""
-        self._present: set[int] = set()
-        self._absent: set[int] = set()
+        self._answers: dict[int, bool] = {}
+        """What was asked, by hash block."""
         self._num_rungs = FIRST_PROBE_KEYS
 
     def settle(self, boundary: int) -> _Step:
@@ -283,8 +283,7 @@ class _WindowProbe(_Probe):
                 asked = self._ladder(boundary)
             asked = asked[:MAX_PROBE_KEYS]
             answers = yield Ask(self.group_id, asked)
-            for name, is_present in zip(asked, answers, strict=True):
-                (self._present if is_present else self._absent).add(name)
+            self._answers.update(zip(asked, answers, strict=True))
             self.is_likely = False
         return boundary
 
@@ -311,36 +310,41 @@ class _WindowProbe(_Probe):
         if end_token > self._where.num_hashes * self._unit:
             return end_token
         whole, cut = self._names(boundary)
+        get = self._answers.get
         for name in whole:
-            if name in self._absent:
+            if not get(name, True):
                 return (name + 1) * self._unit
-        return end_token if cut and self._absent.issuperset(cut) else None
+        return end_token if cut and not any(get(name, True) for name in cut) else None
 
     def _unknown(self, boundary: int) -> list[int]:
         """Return the hash blocks to ask for before ``boundary``, not known absent, is proven."""
         whole, cut = self._names(boundary)
-        unknown = [name for name in whole if name not in self._present]
-        if self._present.isdisjoint(cut):
-            unknown += [name for name in cut if name not in self._absent]
+        unknown = [name for name in whole if name not in self._answers]
+        if not self._has_any(cut):
+            unknown += [name for name in cut if name not in self._answers]
         return unknown
 
     def _begins_well(self, boundary: int) -> bool:
         """Tell whether the first chunk that ``boundary`` matches is present."""
         whole, cut = self._names(boundary)
-        return not self._present.isdisjoint(whole[:1] or cut)
+        return self._has_any(whole[:1] or cut)
+
+    def _has_any(self, names: range) -> bool:
+        """Tell whether a chunk is known to be present under one of these names."""
+        return any(self._answers.get(name) for name in names)
 
     def _ladder(self, boundary: int) -> list[int]:
         """Return the names of the first chunks of descending boundaries, each below the other's."""
-        names: list[int] = []
+        names: dict[int, None] = {}  # in order, and a name once that is the first of two
         while boundary > self._where.start_token and len(names) < self._num_rungs:
             whole, cut = self._names(boundary)
             first = whole[:1] or cut
             if not first:  # a chunk boundary of local attention needs nothing
                 break
-            names += [n for n in first if n not in self._absent and n not in self._present]
+            names.update((n, None) for n in first if n not in self._answers)
             boundary = self._below((first[0] + 1) * self._unit)
         self._num_rungs = _MAX_RUNGS
-        return names
+        return list(names)
 
     def _below(self, end_token: int) -> int:
         """Return the last boundary that needs no chunk ending at ``end_token`` or later."""
@@ -352,9 +356,8 @@ class _WindowProbe(_Probe):
             return hit
         first = hit // self._unit - 1
         stop = -(-hit // self.group.block_size) * self.hashes_per_chunk
-        return next(
-            ((name + 1) * self._unit for name in range(first, stop) if name in self._present), hit
-        )
+        found = (name for name in range(first, stop) if self._answers.get(name))
+        return (next(found, first) + 1) * self._unit
 
 
 def _leading(answers: Sequence[bool]) -> int:
