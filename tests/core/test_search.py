@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 
 from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
-from kvtide.core.search import (
-    FIRST_PROBE_KEYS,
-    MAX_PROBE_KEYS,
-    Boundaries,
-    Found,
-    Search,
-    SearchRange,
-    search,
-)
+from kvtide.core.probes import FIRST_PROBE_KEYS, MAX_PROBE_KEYS
+from kvtide.core.search import Boundaries, Found, Search, SearchRange, search
 from tests.core.models import Contents, contents, longest_hit
 
 Has = Callable[[int, int], bool]
