@@ -183,7 +183,7 @@ class Coordinator:
                 continue
             size, end_token = group.block_size, boundary + group.proof_tokens
             matched = group.matched(boundary)
-            saved_stop = saved_token // size + group.proof_tokens // size
+            saved_stop = (saved_token + group.proof_tokens) // size if saved_token else 0
             saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
             stored = self._reachable_runs(group, saved, num_prompt_tokens)
             missing = _without(matched, stored)
