@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import ChunkedLocal, Group
@@ -135,8 +137,22 @@ def expected_mask(
 
 def is_required(group: ChunkedLocal, chunk: int, unit: int) -> bool:
     """Tell whether some boundary, a multiple of ``unit`` tokens, requires the chunk."""
-    last = (chunk + 1) * group.block_size + group.chunk_size
+    last = group.last_requiring(chunk)
+    assert last is not None
     return any(chunk in group.required(boundary) for boundary in range(unit, last + 1, unit))
+
+
+@pytest.mark.parametrize("retention_interval", [None, 0, 256, 4096])
+@pytest.mark.parametrize("num_tokens", [256, 4096, 131_072 + 100])
+def test_masks_of_a_model_like_deepseek_v4(num_tokens: int, retention_interval: int | None) -> None:
+    """Five block sizes, of which one holds all tokens and the others windows."""
+    windows = ((64, 128), (64, 512), (4, 16), (8, 64))
+    groups = (GroupCase("mla", 256), *(GroupCase("window mla", *sizes) for sizes in windows))
+    case = Case(groups, 4, num_tokens, retention_interval, num_prompt_tokens=num_tokens)
+    oracle = Oracle(case)
+    tally: Counter[str] = Counter()
+    compare_store_masks(case, oracle, Decisions(case, oracle.coordinator(), set()), tally)
+    assert tally == {"store masks, mla": 1, "store masks, window mla": 4}
 
 
 def test_states_between_the_multiples_of_all_block_sizes_are_not_stored() -> None:
@@ -256,6 +272,6 @@ def test_with_a_draft_model_store_masks_differ_in_block_0_alone() -> None:
 def kept(case: Case, oracle: Oracle) -> list[int]:
     """Return the boundaries that retention keeps in the beginning of the case's prompt."""
     retention = oracle.coordinator()._retention
-    step = retention.step
-    regular = range(step, 16 * case.lcm_block_size + 1, step) if step else range(0)
+    last = 16 * case.lcm_block_size
+    regular = range(retention.step, last, retention.step) if retention.step else ()
     return [*regular, *retention.replayed(case.num_prompt_tokens, has_proof=True)]
