@@ -9,10 +9,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format bench docs clean
+.PHONY: help demo test test-fast differential lint format bench docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ------------------------------------------------------------------------------- what people run
 
@@ -27,6 +27,10 @@ test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (1
 test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
 	@echo "==> pytest: without vLLM (1-2 min)"
 	@$(VENV)/bin/python -m pytest -m "not vllm" $(PYTEST_ARGS)
+
+differential: $(VENV)/.vllm $(VENV)/.test ## compare 60,000 random decisions with vLLM's own, and print the tally (1 min)
+	@echo "==> hits, load masks and store masks beside vLLM's (about 1 min)"
+	@$(VENV)/bin/python -m pytest -q -s tests/engines/vllm/test_differential.py
 
 lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
 	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"

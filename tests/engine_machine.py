@@ -19,6 +19,7 @@ from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_ranks import HookOrder
 from kvtide.testing.engine_setup import EngineSetup, ManualClock
 from kvtide.testing.interrupts import InterruptedStore
+from tests.engine_models import MODELS, Model
 
 IDS = ["a", "b", "c", "d", "e"]
 FAULTS = [
@@ -46,10 +47,16 @@ def some_keys(part: int) -> Callable[[str], bool]:
     return lambda key: int(key[-4:], 16) % 3 == part
 
 
+def engine_setup(model: Model, **how: Any) -> EngineSetup:
+    """The setup of an engine that runs a model."""
+    return model.setup(**how)
+
+
 setups = st.builds(
-    EngineSetup,
-    num_blocks=st.sampled_from([13, 16, 24, 64]),
-    block_sizes=st.sampled_from([(4,), (4, 8)]),
+    engine_setup,
+    retention_units=st.sampled_from([None, None, 0, 2]),
+    num_blocks=st.sampled_from([16, 20, 32, 96]),
+    model=st.sampled_from(list(MODELS.values())),
     max_tokens_per_step=st.sampled_from([3, 7, 16, 64]),
     max_running=st.sampled_from([1, 2, 8]),
     num_ranks=st.integers(1, 2),
@@ -394,5 +401,5 @@ class EngineMachine(RuleBasedStateMachine):
                 request = engine.add("again", prompt)
                 self.drain(engine)
                 if number == 2:
-                    wanted = engine.coordinator.last_boundary(len(prompt) - 1)
+                    wanted = setup.reusable_state_token(len(prompt), setup.alignment)
                     assert request.num_loaded_tokens == wanted

@@ -45,6 +45,22 @@ def test_a_lookup_asks_for_64_keys_on_a_cold_miss_and_once_for_each_on_a_hit(loa
     assert figures["lookup at 128k, full hit: keys asked"] == 8191
 
 
+def test_a_lookup_asks_only_for_what_can_change_the_answer(load: Any) -> None:
+    """The keys asked for a prompt of 131,072 tokens, by kind of model and what the store has."""
+    bench = load("bench_lookup_keys")
+    found = [row for model in bench.MODELS for row in bench.rows(model, 1, with_vllm=False)]
+    keys = {row.case: row.kvtide for row in found if row.unit == "keys"}
+    assert keys["full + window 4,096, full hit"] == 8192 + 256
+    assert keys["full + window 4,096, cold miss"] == 64
+    assert keys["like DeepSeek-V4, full hit"] == 512 + 2 + 8 + 4 + 8
+    assert keys["window 4,096 alone, full hit"] == 32 + 255
+    assert keys["window 4,096 alone, cold miss"] == 32
+    assert keys["full + states, full hit"] == 256 + 1
+    assert keys["states alone, full hit"] == 64
+    assert keys["states alone, cold miss"] == 256
+    assert all(row.met for row in found if row.unit == "keys" and row.goal is not None)
+
+
 def test_all_rows_are_joined_in_one_summary(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,93 +1,326 @@
-"""The coordinator: masks and boundaries derived from ``required``."""
+"""The coordinator: what is stored, what is loaded, and that the two meet."""
+
+from __future__ import annotations
+
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention, Group, Mamba
+from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvtide.core.search import SearchRange
+from kvtide.testing.requests import fake_hashes
+from tests.core.models import Contents, coordinators, longest_hit
 
-FULL = Coordinator((FullAttention(16),), 16)
 MIXED = Coordinator((FullAttention(16), Mamba(32)), 16)
+UNITS = st.integers(0, 12)
+PROMPTS = st.one_of(st.none(), st.integers(1, 600))
 
 
-def test_full_attention_requires_every_chunk_below() -> None:
-    """Whole and begun chunks alike."""
-    group = FullAttention(16)
-    assert [group.required(n) for n in (0, 1, 16, 17)] == [range(0), range(1), range(1), range(2)]
-    assert group.is_downward_closed
+def kept_boundaries(
+    coordinator: Coordinator, group: Group, last_token: int, num_prompt_tokens: int | None
+) -> list[int]:
+    """Return the boundaries up to ``last_token`` that are kept for a group, by the definition."""
+    interval = coordinator.retention_interval
+    unit = coordinator.lcm_block_size
+    if group.ignores_retention:
+        interval = None
+    step = unit if interval is None else interval
+    kept = set(range(step, last_token + 1, step)) if step else set()
+    if interval is not None and num_prompt_tokens is not None:
+        has_proof = coordinator.max_proof_tokens > 0
+        for end in (num_prompt_tokens - 1, num_prompt_tokens if has_proof else 0):
+            kept.add(max(0, end // unit - has_proof) * unit)
+    return sorted(n for n in kept if 0 < n <= last_token)
 
 
-@given(st.integers(0, 500), st.integers(0, 500))
-def test_full_attention_is_downward_closed(one: int, other: int) -> None:
-    """A longer prefix needs all that a shorter one needs."""
-    low, high = sorted((one, other))
-    group = FullAttention(16)
-    assert set(group.required(low)) <= set(group.required(high))
+def stored_chunks(
+    coordinator: Coordinator, end_token: int, num_prompt_tokens: int | None
+) -> list[set[int]]:
+    """Return per group the chunks stored of a whole request, states by the engine's hand-offs."""
+    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    stored = [set(itertools.chain(*each)) for each in runs]
+    for group, chunks in zip(coordinator.groups, stored, strict=True):
+        if group.is_state:
+            for boundary in kept_boundaries(coordinator, group, end_token, num_prompt_tokens):
+                chunks.update(group.required(boundary))
+    return stored
 
 
-@given(st.integers(0, 40), st.integers(0, 40))
-def test_a_load_is_what_the_hit_requires_and_the_engine_lacks(
-    hit_units: int, computed_units: int
+# ------------------------------------------------------------------ I4: stored and asked for
+
+
+@given(coordinators(), UNITS, PROMPTS)
+def test_every_stored_chunk_can_be_asked_for(
+    coordinator: Coordinator, units: int, num_prompt_tokens: int | None
 ) -> None:
-    """Nothing below what the engine holds, nothing past the hit."""
-    unit = MIXED.lcm_block_size
-    hit, computed = hit_units * unit, computed_units * unit
-    for group, chunks in zip(MIXED.groups, MIXED.load_mask(hit, computed), strict=True):
-        wanted = {c for c in group.required(hit) if c >= computed // group.block_size}
-        assert set(chunks) == wanted
+    """Some boundary that is kept matches it, and no chunk that one matches is left out."""
+    end_token = units * coordinator.lcm_block_size
+    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    far = end_token + 40 * coordinator.lcm_block_size
+    for group, each in zip(coordinator.groups, runs, strict=True):
+        if group.is_state:
+            assert each == []
+            continue
+        matched = {
+            chunk
+            for boundary in kept_boundaries(coordinator, group, far, num_prompt_tokens)
+            for chunk in group.matched(boundary)
+        }
+        end = (end_token + group.proof_tokens) // group.block_size
+        assert set(itertools.chain(*each)) == {chunk for chunk in matched if chunk < end}
 
 
-@given(st.integers(0, 20), st.integers(0, 20))
-def test_the_mask_of_a_suffix_is_the_tail_of_the_whole(first: int, more: int) -> None:
+@given(coordinators(), UNITS, PROMPTS)
+def test_the_best_lookups_load_is_fully_stored(
+    coordinator: Coordinator, units: int, num_prompt_tokens: int | None
+) -> None:
+    """A longer prompt finds at least the last boundary kept for all groups, and can load it."""
+    end_token = units * coordinator.lcm_block_size
+    stored = stored_chunks(coordinator, end_token, num_prompt_tokens)
+    unit = coordinator.hash_block_size
+    present = {
+        (group_id, (chunk + 1) * group.block_size // unit - 1)
+        for group_id, group in enumerate(coordinator.groups)
+        for chunk in stored[group_id]
+    }
+    num_hashes = (end_token + coordinator.max_proof_tokens) // unit
+    where = SearchRange(0, end_token, num_hashes)
+    hit = longest_hit(Contents(coordinator.boundaries, where, frozenset(present)))
+    for group, chunks, load in zip(
+        coordinator.groups, stored, coordinator.load_mask(hit, 0), strict=True
+    ):
+        assert set(load) <= chunks, group
+    kept = set(range(0, end_token + 1, coordinator.lcm_block_size))
+    for group in coordinator.groups:
+        finer = group.proof_tokens % group.block_size  # what only boundary puts save
+        last = end_token - finer
+        kept &= {0, *kept_boundaries(coordinator, group, last, num_prompt_tokens)}
+    assert hit >= max(kept)
+
+
+# ------------------------------------------------------------------ masks in parts
+
+
+@given(coordinators(), st.lists(st.integers(1, 12), min_size=1, max_size=5), PROMPTS)
+def test_consecutive_saves_store_what_one_would(
+    coordinator: Coordinator, ends: list[int], num_prompt_tokens: int | None
+) -> None:
+    """However a request is cut into jobs, each chunk is stored once or never."""
+    cuts = sorted({0, *(end * coordinator.lcm_block_size for end in ends)})
+    parts: list[list[int]] = [[] for _ in coordinator.groups]
+    for start, end in itertools.pairwise(cuts):
+        for chunks, runs in zip(
+            parts, coordinator.stored_runs(start, end, num_prompt_tokens), strict=True
+        ):
+            chunks.extend(itertools.chain(*runs))
+    whole = coordinator.stored_runs(0, cuts[-1], num_prompt_tokens)
+    assert parts == [list(itertools.chain(*runs)) for runs in whole]
+
+
+@given(coordinators(), UNITS, UNITS, PROMPTS)
+def test_the_mask_of_a_suffix_is_the_tail_of_the_whole(
+    coordinator: Coordinator, first: int, more: int, num_prompt_tokens: int | None
+) -> None:
     """A job that starts at the saved offset stores what one from 0 would store there."""
-    unit = MIXED.lcm_block_size
+    unit = coordinator.lcm_block_size
     start, end = first * unit, (first + more) * unit
-    for group, whole, tail in zip(
-        MIXED.groups, MIXED.store_mask(end), MIXED.store_mask(end, start), strict=True
-    ):
-        assert (whole is None) == (tail is None)
-        if whole is not None and tail is not None:
-            assert whole[start // group.block_size :] == tail
+    whole = masks(coordinator, 0, end, num_prompt_tokens)
+    suffix = masks(coordinator, start, end, num_prompt_tokens)
+    for group, all_of_it, tail in zip(coordinator.groups, whole, suffix, strict=True):
+        assert all_of_it[start // group.block_size :] == tail
 
 
-@given(st.integers(0, 20), st.integers(0, 20))
-def test_a_mask_only_grows_at_its_end(first: int, more: int) -> None:
+@given(coordinators(), UNITS, UNITS, PROMPTS)
+def test_a_mask_only_grows_at_its_end(
+    coordinator: Coordinator, first: int, more: int, num_prompt_tokens: int | None
+) -> None:
     """A chunk that was not worth storing does not become so when the request grows."""
-    unit = MIXED.lcm_block_size
+    unit = coordinator.lcm_block_size
     for short, grown in zip(
-        MIXED.store_mask(first * unit), MIXED.store_mask((first + more) * unit), strict=True
+        masks(coordinator, 0, first * unit, num_prompt_tokens),
+        masks(coordinator, 0, (first + more) * unit, num_prompt_tokens),
+        strict=True,
     ):
-        if short is not None and grown is not None:
-            assert grown[: len(short)] == short
+        assert grown[: len(short)] == short
 
 
-@given(st.integers(0, 20))
-def test_the_best_lookups_load_is_fully_stored(units: int) -> None:
-    """What a hit at the last boundary loads lies within what was stored."""
-    hit = units * MIXED.lcm_block_size
-    for chunks, mask in zip(MIXED.load_mask(hit, 0), MIXED.store_mask(hit), strict=True):
-        assert mask is None or all(mask[chunk] for chunk in chunks)
+@given(coordinators(), UNITS, PROMPTS)
+def test_masks_and_runs_say_the_same(
+    coordinator: Coordinator, units: int, num_prompt_tokens: int | None
+) -> None:
+    """Where there is neither a proof nor a state."""
+    end_token = units * coordinator.lcm_block_size
+    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    for group, mask, each in zip(
+        coordinator.groups, masks(coordinator, 0, end_token, num_prompt_tokens), runs, strict=True
+    ):
+        if not group.is_state:
+            stored = set(itertools.chain(*each))
+            assert {chunk for chunk, wanted in enumerate(mask) if wanted} == {
+                chunk for chunk in stored if chunk < end_token // group.block_size
+            }
 
 
-def test_boundaries_are_multiples_of_all_block_sizes() -> None:
-    """Groups of 16 and 32 tokens meet every 32."""
+def masks(
+    coordinator: Coordinator, start_token: int, end_token: int, num_prompt_tokens: int | None
+) -> list[list[bool]]:
+    """Return the store masks in full."""
+    return [
+        [True] * ((end_token - start_token) // group.block_size) if mask is None else mask
+        for group, mask in zip(
+            coordinator.groups,
+            coordinator.store_mask(end_token, start_token, num_prompt_tokens),
+            strict=True,
+        )
+    ]
+
+
+def test_a_mask_of_all_is_none() -> None:
+    """As full attention always has it, and an empty range."""
+    window = Coordinator((FullAttention(16), SlidingWindow(16, 33)), 16, retention_interval=64)
+    assert window.store_mask(128) == [None, [False, False, True, True] * 2]
+    assert window.store_mask(128, 32) == [None, [True, True, False, False, True, True]]
+    assert window.store_mask(64, 64) == [None, None]
+    assert Coordinator((FullAttention(16), SlidingWindow(16, 100)), 16).store_mask(64) == [None] * 2
+
+
+def test_local_attention_is_dense_whatever_retention_keeps() -> None:
+    """Only the last block of an attention chunk is never required: a new chunk begins behind it."""
+    local = Coordinator((FullAttention(16), ChunkedLocal(16, 64)), 16, retention_interval=0)
+    assert local.store_mask(128, 0, 128) == [None, [True, True, True, False] * 2]
+
+
+# ------------------------------------------------------------------ proofs
+
+
+def test_a_unit_is_saved_once_its_proof_is_there() -> None:
+    """The draft model's group reaches one block further than the others."""
+    draft = Coordinator((FullAttention(32), SlidingWindow(16, 17, proof_tokens=16)), 16)
+    assert [draft.savable_token(n) for n in (0, 32, 47, 48, 80)] == [0, 0, 0, 32, 64]
+    assert draft.stored_runs(0, 64, None) == [[range(2)], [range(1, 5)]]
+    assert draft.stored_runs(32, 64, None) == [[range(1, 2)], [range(3, 5)]]
+    assert draft.max_proof_tokens == draft.whole_proof_tokens == 16
+
+
+def test_a_proof_finer_than_a_block_holds_nothing_back() -> None:
+    """Only boundary puts can save it."""
+    fine = Coordinator((FullAttention(64, proof_tokens=16), Mamba(64)), 16, partial_hits=True)
+    assert (fine.max_proof_tokens, fine.whole_proof_tokens) == (16, 0)
+    assert fine.savable_token(64) == 64
+
+
+# ------------------------------------------------------------------ boundaries that engines name
+
+
+@given(coordinators(), st.integers(0, 100), PROMPTS)
+def test_a_boundary_put_and_the_units_before_it_are_all_that_resuming_needs(
+    coordinator: Coordinator, hashes: int, num_prompt_tokens: int | None
+) -> None:
+    """No chunk of :meth:`matched` is missing, none is named twice, and names end at the proof."""
+    unit = coordinator.alignment
+    boundary = hashes * coordinator.hash_block_size // unit * unit
+    assume(boundary)
+    saved = coordinator.aligned(boundary)
+    stored: list[set[int]] = [set() for _ in coordinator.groups]
+    if saved:
+        runs = coordinator.stored_runs(0, saved, num_prompt_tokens)
+        stored = [set(itertools.chain(*each)) for each in runs]
+    needed = coordinator.boundary_chunks(boundary, num_prompt_tokens)
+    for group, have, puts in zip(coordinator.groups, stored, needed, strict=True):
+        if group.is_state:
+            assert puts == []
+            continue
+        end_token = boundary + group.proof_tokens
+        chunks = [chunk for chunk, _ in puts]
+        assert have.isdisjoint(chunks)
+        assert have.union(chunks) >= set(group.matched(boundary))
+        assert puts == [(c, min((c + 1) * group.block_size, end_token)) for c in chunks]
+
+
+@given(coordinators(), UNITS)
+def test_no_unit_stores_more_chunks_than_is_said(coordinator: Coordinator, units: int) -> None:
+    """The bound that a job is cut by."""
+    unit = coordinator.lcm_block_size
+    runs = coordinator.stored_runs(units * unit, (units + 1) * unit, (units + 1) * unit + 1)
+    extra = sum(group.proof_tokens // group.block_size for group in coordinator.groups)
+    num_chunks = sum(len(run) for each in runs for run in each)
+    assert num_chunks <= coordinator.max_stored_per_unit + (extra if units == 0 else 0)
+
+
+# ------------------------------------------------------------------ loads, sizes, lookups
+
+
+@given(coordinators(), UNITS, UNITS)
+def test_a_load_is_what_the_hit_requires_and_the_engine_lacks(
+    coordinator: Coordinator, hit_units: int, computed_units: int
+) -> None:
+    """Nothing below what the engine holds, nothing past the hit, no proof."""
+    unit = coordinator.alignment
+    hit, computed = hit_units * unit, computed_units * unit
+    for group, chunks in zip(coordinator.groups, coordinator.load_mask(hit, computed), strict=True):
+        first = computed // group.block_size
+        assert set(chunks) == {chunk for chunk in group.required(hit) if chunk >= first}
+
+
+def test_boundaries_are_multiples_of_all_block_sizes_or_of_hashes() -> None:
+    """Groups of 16 and 32 tokens meet every 32; with partial hits, every hash block."""
     assert MIXED.lcm_block_size == MIXED.alignment == 32
-    assert MIXED.last_boundary(95) == 64
+    assert MIXED.last_boundary(95) == MIXED.aligned(95) == 64
     assert MIXED.num_chunks(32, 96) == 4 + 2
-    assert FULL.store_mask(64, 16, 50) == [None]
+    partial = Coordinator(MIXED.groups, 16, partial_hits=True)
+    assert (partial.alignment, partial.lcm_block_size) == (16, 32)
+    assert partial.last_boundary(95) == 80
+    assert partial.aligned(95) == 64
+
+
+def test_only_full_attention_lets_a_hit_be_shortened() -> None:
+    """And only where the chunk at the end keeps its name."""
+    full = (FullAttention(16), FullAttention(32))
+    assert Coordinator(full, 16).may_shorten
+    assert not Coordinator(full, 16, partial_hits=True).may_shorten
+    assert not MIXED.may_shorten
+
+
+def test_sentinels_are_chunks_of_a_group_that_stores_them_all() -> None:
+    """The first of them, or none."""
+    assert MIXED.sentinel_block_size == 16
+    assert Coordinator((Mamba(16), FullAttention(64)), 16).sentinel_block_size == 64
+    assert Coordinator((Mamba(16),), 16).sentinel_block_size is None
 
 
 @pytest.mark.parametrize(
-    "groups, unit, message",
+    "num_tokens, end_token, num_hashes",
+    [(0, 0, 0), (16, 0, 1), (33, 32, 2), (64, 48, 4), (65, 64, 4), (80, 64, 5)],
+)
+def test_a_query_leaves_a_token_to_compute_and_carries_the_proofs_hashes(
+    num_tokens: int, end_token: int, num_hashes: int
+) -> None:
+    """Never past the hashes that exist."""
+    draft = Coordinator((FullAttention(16, proof_tokens=16),), 16)
+    query = draft.query(num_tokens, fake_hashes(num_tokens // 16))
+    assert (query.start_token, query.end_token, len(query.hashes)) == (0, end_token, num_hashes)
+
+
+@pytest.mark.parametrize(
+    "groups, message",
     [
-        ((), 16, "at least one"),
-        ((FullAttention(24),), 16, "multiple"),
+        ((), "at least one"),
+        ((FullAttention(24),), "must be multiples of hash_block_size 16"),
+        ((FullAttention(32, proof_tokens=8),), "must be multiples of hash_block_size 16"),
+        ((SlidingWindow(16, 64, proof_tokens=32),), "a proof is at most a block"),
+        ((FullAttention(16), Mamba(16, proof_tokens=16)), "a state has none"),
     ],
 )
-def test_impossible_groups_are_refused(groups: tuple[Group, ...], unit: int, message: str) -> None:
-    """Keys could not be named."""
+def test_impossible_groups_are_refused(groups: tuple[Group, ...], message: str) -> None:
+    """Keys could not be named, or a draft model would have a state."""
     with pytest.raises(ValueError, match=message):
-        Coordinator(groups, unit)
-    with pytest.raises(ValueError, match="positive"):
-        FullAttention(0)
+        Coordinator(groups, 16)
+
+
+def test_an_interval_that_boundaries_miss_is_refused() -> None:
+    """Retention counts in whole units of saving."""
+    with pytest.raises(ValueError, match="must be a multiple of 32"):
+        Coordinator(MIXED.groups, 16, retention_interval=48)

@@ -11,7 +11,7 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
 from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
-from kvtide.core.search import FIRST_PROBE_KEYS, Boundaries
+from kvtide.core.probes import FIRST_PROBE_KEYS, Boundaries
 from kvtide.testing.requests import fake_hashes
 
 BLOCK = 16

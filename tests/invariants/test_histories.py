@@ -15,7 +15,7 @@ from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_model import chain_hashes
 from kvtide.testing.engine_requests import EngineState
-from kvtide.testing.engine_setup import EngineSetup
+from kvtide.testing.engine_setup import EngineSetup, full_attention
 
 PROMPT = list(range(100))
 
@@ -183,9 +183,9 @@ def test_what_was_never_attempted_is_not_trusted() -> None:
 def test_a_value_too_large_for_staging_fails_its_load() -> None:
     """It can never be fetched; the request computes instead of waiting."""
     memory = MemoryStore()
-    warm(memory, EngineSetup(block_sizes=(1024,), num_blocks=8, max_tokens_per_step=4096))
+    warm(memory, EngineSetup(groups=full_attention(1024), num_blocks=8, max_tokens_per_step=4096))
     setup = EngineSetup(
-        block_sizes=(1024,),
+        groups=full_attention(1024),
         num_blocks=8,
         max_tokens_per_step=4096,
         worker=WorkerLimits(staging_bytes=64 << 10, load_staging_bytes=4 << 10, stage_wait_s=0.0),
@@ -264,7 +264,7 @@ def test_every_prefill_step_is_saved_and_not_only_the_first(num_tokens: int) -> 
     """The tell-tale of saving one step only: a hit rate of step budget by prompt length."""
     setup = EngineSetup(
         num_blocks=1200,
-        block_sizes=(16,),
+        groups=full_attention(16),
         max_tokens_per_step=8192,
         max_job_tokens=1 << 14,
         worker=WorkerLimits(staging_bytes=8 << 20, load_staging_bytes=1 << 20, stage_wait_s=0.0),

@@ -16,13 +16,13 @@ from kvtide.testing import Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock
+from kvtide.testing.engine_setup import EngineSetup, ManualClock, full_attention
 
 PROMPT = list(range(100))
 TOKENS = 10_000
 LARGE = EngineSetup(
     num_blocks=1500,
-    block_sizes=(16,),
+    groups=full_attention(16),
     max_tokens_per_step=2048,
     max_job_tokens=1 << 14,
     worker=WorkerLimits(staging_bytes=8 << 20, load_staging_bytes=1 << 20, stage_wait_s=0.0),
@@ -142,7 +142,9 @@ def test_a_repeated_prompt_hits_up_to_its_last_boundary_but_one_token(
     block_sizes: tuple[int, ...], num_tokens: int
 ) -> None:
     """I4: whatever the length, every full block is loaded, except that one token must be left."""
-    engine = ScriptedEngine(MemoryStore(), EngineSetup(block_sizes=block_sizes, num_ranks=2))
+    engine = ScriptedEngine(
+        MemoryStore(), EngineSetup(groups=full_attention(*block_sizes), num_ranks=2)
+    )
     prompt = list(range(num_tokens))
     run_one(engine, prompt)
     engine.pool.drop_cached()

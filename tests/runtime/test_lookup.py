@@ -12,7 +12,7 @@ from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import FullAttention
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery
-from kvtide.core.search import FIRST_PROBE_KEYS, Boundaries
+from kvtide.core.probes import FIRST_PROBE_KEYS, Boundaries
 from kvtide.errors import StoreLostError
 from kvtide.runtime import lookup as lookup_module
 from kvtide.runtime.lookup import LookupExecutor

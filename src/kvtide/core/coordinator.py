@@ -58,8 +58,8 @@ class Coordinator:
                     f"block_size {group.block_size} and proof_tokens {group.proof_tokens} must be "
                     f"multiples of hash_block_size {self.hash_block_size}"
                 )
-            if group.proof_tokens > group.block_size:
-                raise ValueError(f"a proof is at most a block: {group}")
+            if group.proof_tokens > (0 if group.is_state else group.block_size):
+                raise ValueError(f"a proof is at most a block, and a state has none: {group}")
         lcm = math.lcm(*(group.block_size for group in self.groups))
         object.__setattr__(self, "lcm_block_size", lcm)
         object.__setattr__(self, "_retention", Retention(lcm, self.retention_interval))
@@ -152,6 +152,11 @@ class Coordinator:
         )
 
     @property
+    def num_whole_proof_chunks(self) -> int:
+        """How many whole chunks the proofs of one boundary have, over all groups."""
+        return sum(group.proof_tokens // group.block_size for group in self.groups)
+
+    @property
     def max_stored_per_unit(self) -> int:
         """How many chunks of a unit are stored at most, over all groups."""
         unit = self.lcm_block_size
@@ -183,7 +188,7 @@ class Coordinator:
                 continue
             size, end_token = group.block_size, boundary + group.proof_tokens
             matched = group.matched(boundary)
-            saved_stop = saved_token // size + group.proof_tokens // size
+            saved_stop = (saved_token + group.proof_tokens) // size if saved_token else 0
             saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
             stored = self._reachable_runs(group, saved, num_prompt_tokens)
             missing = _without(matched, stored)
@@ -200,7 +205,8 @@ class Coordinator:
         """
         if group.is_downward_closed:
             return [chunks] if chunks else []
-        wanted = list(_runs_of_multiples(group, chunks, self._retention.step))
+        step = self.lcm_block_size if group.ignores_retention else self._retention.step
+        wanted = list(_runs_of_multiples(group, chunks, step))
         has_proof = self.max_proof_tokens > 0
         for boundary in self._retention.replayed(num_prompt_tokens, has_proof=has_proof):
             matched = group.matched(boundary)

@@ -63,22 +63,18 @@ class Group(ABC):
         """
         return False
 
+    @property
+    def ignores_retention(self) -> bool:
+        """Whether every boundary is kept for it, however few retention keeps.
+
+        The engine's retention makes windows and states sparse, nothing else.
+        """
+        return self.is_downward_closed
+
     def matched(self, boundary: int) -> range:
         """Return the chunks that must be found to resume at ``boundary``: required, and proof."""
         end_token = boundary + self.proof_tokens
         return range(self.required(boundary).start, self.required(end_token).stop)
-
-    def matched_ends(self, boundary: int) -> list[tuple[int, int]]:
-        """Return the chunks of :meth:`matched`, each with the token at which it ends for it.
-
-        That is the end of the chunk, or the boundary (with its proof) where it cuts the chunk. The
-        hash at that token names the chunk.
-        """
-        end_token = boundary + self.proof_tokens
-        return [
-            (chunk, min((chunk + 1) * self.block_size, end_token))
-            for chunk in self.matched(boundary)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +136,11 @@ class ChunkedLocal(Group):
         """Return the last token count inside the attention chunk of the chunk's last token."""
         end_token = (chunk + 1) * self.block_size
         return ceil_div(end_token, self.chunk_size) * self.chunk_size - 1
+
+    @property
+    def ignores_retention(self) -> bool:
+        """True, as for full attention."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)

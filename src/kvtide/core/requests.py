@@ -84,6 +84,8 @@ class SaveProgress:
     """What the engine held, or had loaded, when this life began to compute."""
     done: dict[int, int] = field(default_factory=dict)
     """Ranges that are stored but do not yet join ``saved_offset``: start to end."""
+    owed_proofs: dict[int, int] = field(default_factory=dict)
+    """Boundaries saved before their proof was computed, and what was certain then."""
     num_open_jobs: int = 0
     must_rewind: bool = False
     """A job failed: once the open ones have ended, saving starts again at ``saved_offset``."""

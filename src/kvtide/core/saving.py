@@ -14,8 +14,7 @@ Theory of operation. Four rules keep it right:
 * **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
   ``saved_offset`` when the last rank has reported success. A failed job puts its request (for
   no-space or a lost store: the whole pool) into back-off, after which saving starts again at the
-  saved offset. A job holds the :class:`SaveProgress` of the life of its request that emitted it,
-  so a report about an earlier life changes nothing but its own pins.
+  saved offset.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from typing import NamedTuple
 
 from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobEnd, JobReport, StoreJob
+from kvtide.core.jobs import JobEnd, JobReport
+from kvtide.core.open_jobs import OpenJob, OpenJobs
 from kvtide.core.requests import RequestTracker, SaveProgress
 from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_boundary, plan_store
 
@@ -77,18 +77,6 @@ class Scheduled(NamedTuple):
     is_admission: bool
 
 
-@dataclass(slots=True)
-class _OpenJob:
-    """A job that not every rank has ended yet; ``progress`` is ``None`` for one beside offsets."""
-
-    progress: SaveProgress | None
-    start_token: int
-    end_token: int
-    pinned_block_ids: list[int]
-    num_staged: int = 0
-    ends: Counter[JobEnd] = field(default_factory=Counter)
-
-
 class Saving:
     """Keeps the open store jobs, their pins and the back-off of the pool.
 
@@ -108,18 +96,15 @@ class Saving:
         self.policy = policy
         self._coordinator = coordinator
         self._limits = limits
-        self._num_ranks = num_ranks
         self._counters = counters
         self._take_job_id = take_job_id
-        self._jobs: dict[int, _OpenJob] = {}
-        self._num_pinned = 0
-        self._open_tokens = 0
+        self._jobs = OpenJobs(num_ranks)
         self._pool_back_off = BackOff(limits.delays)
         self._due_tokens: dict[str, float] = {}
         """By request: below this many tokens a step has nothing to save. May lack any of them."""
 
     def __repr__(self) -> str:
-        return f"<Saving [{len(self._jobs)} jobs, {self._num_pinned} blocks pinned]>"
+        return f"<Saving [{len(self._jobs)} jobs, {self.num_pinned_blocks} blocks pinned]>"
 
     @property
     def num_open_jobs(self) -> int:
@@ -129,7 +114,7 @@ class Saving:
     @property
     def num_pinned_blocks(self) -> int:
         """How many of the engine's blocks jobs hold; a block pinned twice counts twice."""
-        return self._num_pinned
+        return self._jobs.num_pinned_blocks
 
     # ------------------------------------------------------------------ one step
 
@@ -144,7 +129,10 @@ class Saving:
         """Return the token count from which a request has to be looked at again."""
         coordinator = self._coordinator
         due = progress.scheduled_offset + coordinator.lcm_block_size
-        due += coordinator.whole_proof_tokens + self.policy.num_unsettled_tokens
+        due += coordinator.whole_proof_tokens
+        if progress.owed_proofs:
+            due = min(due, min(progress.owed_proofs) + coordinator.max_proof_tokens)
+        due += self.policy.num_unsettled_tokens
         if not self.policy.decode and due > tracker.num_admitted_tokens:
             return math.inf
         return due
@@ -214,7 +202,7 @@ class Saving:
         if self._must_wait(now_s) or not progress.may_emit(now_s):
             return None
         start = progress.scheduled_offset
-        end = min(certain, start + self._budget_tokens())
+        end = min(certain, start + self._budget_tokens(start))
         return end if end > start else None
 
     def publish(
@@ -229,31 +217,74 @@ class Saving:
 
         An offer holds for one step: what the budget or a back-off forbids now is lost, and counted.
         """
-        assert tracker.prefix_id is not None
-        planned_jobs: list[PlannedStore] = []
         by_boundary: dict[int, list[HandOff]] = {}
         for hand_off in hand_offs:
             if self._is_to_be_saved(tracker, hand_off.boundary):
                 by_boundary.setdefault(hand_off.boundary, []).append(hand_off)
+        planned_jobs: list[PlannedStore] = []
         for boundary, states in sorted(by_boundary.items()):
-            planned = plan_boundary(
-                view,
-                self._coordinator,
-                states,
-                job_id=self._take_job_id(),
-                prefix_id=tracker.prefix_id,
-                boundary=boundary,
-                num_certain_tokens=num_certain_tokens,
+            planned = self._complete(
+                tracker, view, states, boundary, (0, num_certain_tokens), now_s
             )
-            if not planned.pinned_block_ids:
-                continue
-            if self._must_wait(now_s) or not self._may_pin(len(planned.pinned_block_ids)):
-                self._counters["lost_boundaries"] += 1
-                continue
-            self._open(planned, None)
-            self._counters["boundary_jobs"] += 1
-            planned_jobs.append(planned)
+            planned_jobs.extend(planned)
+            progress = tracker.progress
+            is_short = boundary + self._coordinator.max_proof_tokens > num_certain_tokens
+            if planned and is_short and progress is not None:
+                progress.owed_proofs[boundary] = num_certain_tokens
         return planned_jobs
+
+    def settle_proofs(
+        self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
+    ) -> list[PlannedStore]:
+        """Return the jobs that save the proofs that were not computed yet with their boundaries.
+
+        Where the request goes on so far that a store job covers the proof, there is none.
+        """
+        progress = tracker.progress
+        if progress is None or not progress.owed_proofs:
+            return []
+        certain = self.certain_token(tracker, scheduled)
+        planned_jobs: list[PlannedStore] = []
+        for boundary, after_token in list(progress.owed_proofs.items()):
+            if certain < boundary + self._coordinator.max_proof_tokens:
+                continue
+            del progress.owed_proofs[boundary]
+            if self._coordinator.savable_token(certain) <= boundary:
+                span = (after_token, certain)
+                planned_jobs += self._complete(tracker, scheduled.view, (), boundary, span, now_s)
+        return planned_jobs
+
+    def _complete(
+        self,
+        tracker: RequestTracker,
+        view: RequestView,
+        states: Sequence[HandOff],
+        boundary: int,
+        certain_span: tuple[int, int],
+        now_s: float,
+    ) -> list[PlannedStore]:
+        """Return the job that makes a boundary fit to resume at, if there is something to write.
+
+        ``certain_span`` is what became certain since the boundary was last looked at.
+        """
+        assert tracker.prefix_id is not None
+        planned = plan_boundary(
+            view,
+            self._coordinator,
+            states,
+            job_id=self._take_job_id(),
+            prefix_id=tracker.prefix_id,
+            boundary=boundary,
+            certain_span=certain_span,
+        )
+        if not planned.pinned_block_ids:
+            return []
+        if self._must_wait(now_s) or not self._may_pin(len(planned.pinned_block_ids)):
+            self._counters["lost_boundaries"] += 1
+            return []
+        self._open(planned, None)
+        self._counters["boundary_jobs"] += 1
+        return [planned]
 
     def _is_to_be_saved(self, tracker: RequestTracker, boundary: int) -> bool:
         """Tell whether this role saves the tokens before ``boundary``, and did not load them."""
@@ -266,8 +297,8 @@ class Saving:
         return self.policy.prefill if is_prefill else self.policy.decode
 
     def _may_pin(self, num_blocks: int) -> bool:
-        room = self._limits.max_pinned_blocks - self._num_pinned
-        return num_blocks <= room or not self._num_pinned
+        num_pinned = self._jobs.num_pinned_blocks
+        return num_blocks <= self._limits.max_pinned_blocks - num_pinned or not num_pinned
 
     def certain_token(self, tracker: RequestTracker, scheduled: Scheduled) -> int:
         """Return up to where a request's tokens are final after this step and to be saved."""
@@ -286,29 +317,28 @@ class Saving:
         back_off = self._pool_back_off
         return back_off.has_failed and (back_off.is_waiting(now_s) or bool(self._jobs))
 
-    def _budget_tokens(self) -> int:
-        """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
-        unit = self._coordinator.lcm_block_size
-        blocks_per_unit = max(1, self._coordinator.max_stored_per_unit)
-        room = (self._limits.max_pinned_blocks - self._num_pinned) // blocks_per_unit * unit
-        if room <= 0 and not self._num_pinned:
+    def _budget_tokens(self, start_token: int) -> int:
+        """Return how many tokens a job from ``start_token`` on may cover.
+
+        That is at least a unit when nothing is pinned. The first job of all has the proof of its
+        end beside what it covers; the others have the next proof instead of theirs.
+        """
+        coordinator, limits, jobs = self._coordinator, self._limits, self._jobs
+        unit = coordinator.lcm_block_size
+        blocks_per_unit = max(1, coordinator.max_stored_per_unit)
+        room_blocks = limits.max_pinned_blocks - jobs.num_pinned_blocks
+        if not start_token:
+            room_blocks -= coordinator.num_whole_proof_chunks
+        room = room_blocks // blocks_per_unit * unit
+        if room <= 0 and not jobs.num_pinned_blocks:
             room = unit
-        staging_room = self._coordinator.aligned(self._limits.max_open_tokens - self._open_tokens)
-        largest = max(unit, self._coordinator.aligned(self._limits.max_job_tokens))
+        staging_room = coordinator.aligned(limits.max_open_tokens - jobs.num_tokens)
+        largest = max(unit, coordinator.aligned(limits.max_job_tokens))
         return max(0, min(room, staging_room, largest))
 
     def _open(self, planned: PlannedStore, progress: SaveProgress | None) -> None:
-        job, pinned, num_null = planned
-        start = end = 0
-        if progress is not None:
-            assert isinstance(job, StoreJob)
-            start, end = job.start_token, job.end_token
-            progress.scheduled_offset = end
-            progress.num_open_jobs += 1
-        self._jobs[job.job_id] = _OpenJob(progress, start, end, pinned)
-        self._num_pinned += len(pinned)
-        self._open_tokens += end - start
-        self._counters["skipped_null_chunks"] += num_null
+        self._jobs.open(planned, progress)
+        self._counters["skipped_null_chunks"] += planned.num_null
 
     # ------------------------------------------------------------------ reports
 
@@ -317,31 +347,13 @@ class Saving:
 
         Reversed, so that the engine evicts the end of a chain first.
         """
-        unpinned: list[int] = []
-        for job_id, num_ranks in report.staged.items():
-            job = self._jobs.get(job_id)
-            if job is not None:
-                job.num_staged += num_ranks
-                if job.num_staged >= self._num_ranks:
-                    unpinned.extend(self._unpin(job))
-        for job_id, ends in report.ended.items():
-            job = self._jobs.get(job_id)
-            if job is not None:
-                job.ends.update(ends)
-                if job.ends.total() >= self._num_ranks:
-                    unpinned.extend(self._unpin(job))
-                    del self._jobs[job_id]
-                    self._on_ended(job, now_s)
+        unpinned, ended = self._jobs.take(report)
+        for job in ended:
+            self._on_ended(job, now_s)
         return unpinned
 
-    def _unpin(self, job: _OpenJob) -> list[int]:
-        """Give a job's blocks back, once."""
-        block_ids, job.pinned_block_ids = job.pinned_block_ids, []
-        self._num_pinned -= len(block_ids)
-        return block_ids[::-1]
-
-    def _on_ended(self, job: _OpenJob, now_s: float) -> None:
-        failures = {end for end in job.ends if not end.is_success}
+    def _on_ended(self, job: OpenJob, now_s: float) -> None:
+        failures = job.failures
         if failures & {JobEnd.NO_SPACE, JobEnd.LOST}:
             self._pool_back_off.fail(now_s)
             self._counters["pool_back_offs"] += 1
@@ -352,7 +364,6 @@ class Saving:
             self._counters["lost_boundaries"] += bool(failures)
             return
         progress.num_open_jobs -= 1
-        self._open_tokens -= job.end_token - job.start_token
         if failures:
             progress.record_failed(now_s)
             self._due_tokens.clear()  # rare, and the job does not know whose it was
@@ -361,14 +372,4 @@ class Saving:
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""
-        pinned = sum(len(job.pinned_block_ids) for job in self._jobs.values())
-        assert pinned == self._num_pinned, f"{pinned} blocks are pinned, counted {self._num_pinned}"
-        tokens = sum(job.end_token - job.start_token for job in self._jobs.values())
-        assert tokens == self._open_tokens, f"{tokens} tokens are open, counted {self._open_tokens}"
-        for tracker in trackers:
-            progress = tracker.progress
-            if progress is None:
-                continue
-            open_jobs = sum(job.progress is progress for job in self._jobs.values())
-            assert open_jobs == progress.num_open_jobs, f"{tracker.request_id}: {open_jobs} open"
-            assert progress.saved_offset <= progress.scheduled_offset, f"{tracker}"
+        self._jobs.check_integrity(trackers)

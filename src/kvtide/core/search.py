@@ -9,32 +9,29 @@ Theory of operation. A chunk is asked for only where its presence can change the
   not need it. Since the chunks a boundary matches begin no later for an earlier boundary, the
   *first* of them tells most: if it is missing, so is every boundary down to it. So after a failure
   (and at once where no forward probe made a hit likely) only first chunks are asked, of many
-  boundaries in one batch: a ladder whose rungs are a whole window apart.
+  boundaries in one batch: a ladder whose rungs are a whole window apart. One state says nothing of
+  another, so its rungs are all the boundaries.
 
 Each key is asked at most once. Where boundaries cut chunks, a cut chunk may be present under any of
-its hashes at or after the cut; a state only under exactly its own.
+its hashes at or after the cut; a state only under exactly its own. Full attention is not asked for
+hashes past the best boundary so far and its proof, as in the engine's own search.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from kvtide.core.groups import Group
+from kvtide.core.probes import (
+    Ask,
+    Boundaries,
+    ForwardProbe,
+    SearchRange,
+    StateProbe,
+    WindowProbe,
+)
 
-FIRST_PROBE_KEYS = 64
-"""A cold miss costs one batch of this many keys; while chunks are found, batches double."""
-MAX_PROBE_KEYS = 1024
-"""Keeps the key building of one batch well under a millisecond."""
-
-
-class Ask(NamedTuple):
-    """A question: which of these hash blocks name a chunk of the group that is present."""
-
-    group_id: int
-    hash_indexes: Sequence[int]
+__all__ = ["Ask", "Boundaries", "Found", "Search", "SearchRange", "search"]
 
 
 class Found(NamedTuple):
@@ -50,33 +47,7 @@ class Found(NamedTuple):
 
 
 Search: TypeAlias = "Generator[Ask, Sequence[bool], Found]"
-_Step: TypeAlias = "Generator[Ask, Sequence[bool], int]"
-
-
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """The groups, and where a request may resume: at the multiples of ``alignment`` tokens."""
-
-    groups: tuple[Group, ...]
-    hash_block_size: int
-    alignment: int
-
-    def last(self, num_tokens: int) -> int:
-        """Return the largest boundary at most ``num_tokens``."""
-        return num_tokens // self.alignment * self.alignment
-
-
-@dataclass(frozen=True, slots=True)
-class SearchRange:
-    """Where to search: the boundaries in ``(start_token, end_token]``.
-
-    The engine holds what is below ``start_token``. ``num_hashes`` hash blocks of the request are
-    known; nothing is asked past them.
-    """
-
-    start_token: int
-    end_token: int
-    num_hashes: int
+_Follower: TypeAlias = WindowProbe | StateProbe
 
 
 def search(
@@ -96,9 +67,8 @@ def search(
             hit = yield from probe.settle(hit)
         else:
             hit = min(hit, probe.cover(covered_token))
-    if forward:
-        for follower in backward:
-            follower.is_likely = True
+    for follower in backward:
+        follower.is_likely = bool(forward)
     backward.sort(key=lambda probe: len(probe.group.matched(hit)))
     settled = None
     while hit != settled and hit > where.start_token:
@@ -106,7 +76,7 @@ def search(
         for follower in backward:
             hit = yield from follower.settle(hit)
     hit = max(hit, where.start_token)
-    probes: list[_Probe] = sorted([*forward, *backward], key=lambda probe: probe.group_id)
+    probes = sorted([*forward, *backward], key=lambda probe: probe.group_id)
     tails = tuple(probe.tail_token(hit) for probe in probes)
     is_cut = any(tail != hit for tail in tails)
     return Found(hit, tails if is_cut and hit > where.start_token else ())
@@ -114,203 +84,14 @@ def search(
 
 def _probes(
     boundaries: Boundaries, where: SearchRange
-) -> tuple[list[_ForwardProbe], list[_BackwardProbe]]:
-    forward: list[_ForwardProbe] = []
-    backward: list[_BackwardProbe] = []
+) -> tuple[list[ForwardProbe], list[_Follower]]:
+    forward: list[ForwardProbe] = []
+    backward: list[_Follower] = []
     for group_id, group in enumerate(boundaries.groups):
         if group.is_downward_closed:
-            forward.append(_ForwardProbe(boundaries, where, group_id, group))
+            forward.append(ForwardProbe(boundaries, where, group_id, group))
+        elif group.is_state:
+            backward.append(StateProbe(boundaries, where, group_id, group))
         else:
-            backward.append(_BackwardProbe(boundaries, where, group_id, group))
+            backward.append(WindowProbe(boundaries, where, group_id, group))
     return forward, backward
-
-
-class _Probe(ABC):
-    """What is known of one group's chunks."""
-
-    def __init__(
-        self, boundaries: Boundaries, where: SearchRange, group_id: int, group: Group
-    ) -> None:
-        self.group_id = group_id
-        self.group = group
-        self.hashes_per_chunk = group.block_size // boundaries.hash_block_size
-        self._boundaries = boundaries
-        self._where = where
-        self._unit = boundaries.hash_block_size
-
-    @abstractmethod
-    def settle(self, boundary: int) -> _Step:
-        """Return the last boundary at most ``boundary`` that the group can resume at."""
-
-    @abstractmethod
-    def tail_token(self, hit: int) -> int:
-        """Return the token whose hash names the chunk that ends at ``hit``."""
-
-
-class _ForwardProbe(_Probe):
-    """A group that is found up to its first gap, ``covered_token``."""
-
-    covered_token = 0
-    _whole_token = 0
-    """Up to here, chunks are present under their own hashes."""
-
-    def cover(self, covered_token: int) -> int:
-        """Take over how far the group reaches, and return the last boundary it allows."""
-        self.covered_token = covered_token
-        self._whole_token = covered_token // self.group.block_size * self.group.block_size
-        return self._boundaries.last(max(0, covered_token - self.group.proof_tokens))
-
-    def settle(self, boundary: int) -> _Step:
-        """Return the last boundary at most ``boundary`` that the group can resume at."""
-        limit_token = min(boundary + self.group.proof_tokens, self._where.num_hashes * self._unit)
-        chunk = yield from self._first_gap(limit_token)
-        covered = chunk * self.group.block_size
-        tail = yield from self._tail(chunk, limit_token)
-        allowed = self.cover(max(covered, tail))
-        self._whole_token = covered
-        return min(boundary, allowed)
-
-    def _first_gap(self, limit_token: int) -> _Step:
-        """Return the first chunk that is absent, or the first that ends past ``limit_token``."""
-        ratio = self.hashes_per_chunk
-        chunk = self._where.start_token // self.group.block_size
-        end = limit_token // self.group.block_size
-        num_keys = FIRST_PROBE_KEYS
-        while chunk < end:
-            stop = min(end, chunk + num_keys)
-            answers = yield Ask(self.group_id, range((chunk + 1) * ratio - 1, stop * ratio, ratio))
-            found = _leading(answers)
-            chunk += found
-            if found < len(answers):
-                break
-            num_keys = min(2 * num_keys, MAX_PROBE_KEYS)
-        return chunk
-
-    def _tail(self, chunk: int, limit_token: int) -> _Step:
-        """Return how far a cut part of ``chunk`` reaches, 0 where there is none."""
-        if self._boundaries.alignment >= self.group.block_size:
-            return 0
-        ratio = self.hashes_per_chunk
-        first = chunk * ratio
-        inside = range(first, min(first + ratio - 1, limit_token // self._unit))
-        if not inside:
-            return 0
-        answers = yield Ask(self.group_id, inside)
-        present = [index for index, answer in zip(inside, answers, strict=True) if answer]
-        return (present[-1] + 1) * self._unit if present else 0
-
-    def tail_token(self, hit: int) -> int:
-        """Return the token whose hash names the chunk that ends at ``hit``."""
-        end = -(-hit // self.group.block_size) * self.group.block_size
-        return end if end <= self._whole_token else max(hit, self.covered_token)
-
-
-class _BackwardProbe(_Probe):
-    """A group that needs only what lies before a boundary, and may lack anything else."""
-
-    def __init__(
-        self, boundaries: Boundaries, where: SearchRange, group_id: int, group: Group
-    ) -> None:
-        super().__init__(boundaries, where, group_id, group)
-        self.is_likely = False
-        """Whether all that the next boundary matches is worth asking for at once."""
-        self._present: set[int] = set()
-        self._absent: set[int] = set()
-        self._num_keys = FIRST_PROBE_KEYS
-
-    def settle(self, boundary: int) -> _Step:
-        """Return the last boundary at most ``boundary`` that the group can resume at."""
-        while boundary > self._where.start_token:
-            absent_end = self._first_absent(boundary)
-            if absent_end is not None:
-                boundary = self._below(absent_end)
-                continue
-            asked = self._unknown(boundary)
-            if not asked:
-                return boundary
-            if not self.is_likely and not self._begins_well(boundary):
-                asked = self._ladder(boundary)
-            asked = asked[:MAX_PROBE_KEYS]
-            answers = yield Ask(self.group_id, asked)
-            for name, is_present in zip(asked, answers, strict=True):
-                (self._present if is_present else self._absent).add(name)
-            self.is_likely = False
-        return boundary
-
-    def _names(self, boundary: int) -> tuple[range, range]:
-        """Return the hash blocks that name what ``boundary`` matches and the engine does not hold.
-
-        First the names of whole chunks, one each; then those of the chunk that it cuts (or of the
-        state there), any of which will do.
-        """
-        end_token = boundary + self.group.proof_tokens
-        matched = self.group.matched(boundary)
-        first = max(matched.start, self._where.start_token // self.group.block_size)
-        ratio = self.hashes_per_chunk
-        last = end_token // self._unit - 1
-        if self.group.is_state:
-            return range(0), range(last, last + 1)
-        whole_stop = max(first, end_token // self.group.block_size)
-        whole = range((first + 1) * ratio - 1, whole_stop * ratio, ratio)
-        if end_token % self.group.block_size == 0 or matched.stop <= first:
-            return whole, range(0)
-        return whole, range(last, min(matched.stop * ratio, self._where.num_hashes))
-
-    def _first_absent(self, boundary: int) -> int | None:
-        """Return where the first chunk ends that ``boundary`` matches and that is absent."""
-        end_token = boundary + self.group.proof_tokens
-        if end_token > self._where.num_hashes * self._unit:
-            return end_token
-        whole, cut = self._names(boundary)
-        for name in whole:
-            if name in self._absent:
-                return (name + 1) * self._unit
-        return end_token if cut and self._absent.issuperset(cut) else None
-
-    def _unknown(self, boundary: int) -> list[int]:
-        """Return the hash blocks to ask for before ``boundary``, not known absent, is proven."""
-        whole, cut = self._names(boundary)
-        unknown = [name for name in whole if name not in self._present]
-        if self._present.isdisjoint(cut):
-            unknown += [name for name in cut if name not in self._absent]
-        return unknown
-
-    def _begins_well(self, boundary: int) -> bool:
-        """Tell whether the first chunk that ``boundary`` matches is present."""
-        whole, cut = self._names(boundary)
-        return not self._present.isdisjoint(whole[:1] or cut)
-
-    def _ladder(self, boundary: int) -> list[int]:
-        """Return the names of the first chunks of descending boundaries, each below the other's."""
-        names: list[int] = []
-        while boundary > self._where.start_token and len(names) < self._num_keys:
-            whole, cut = self._names(boundary)
-            first = whole[:1] or cut
-            if not first:  # a chunk boundary of local attention needs nothing
-                break
-            names += [n for n in first if n not in self._absent and n not in self._present]
-            boundary = self._below((first[0] + 1) * self._unit)
-        self._num_keys = min(2 * self._num_keys, MAX_PROBE_KEYS)
-        return names
-
-    def _below(self, end_token: int) -> int:
-        """Return the last boundary that needs no chunk ending at ``end_token`` or later."""
-        return self._boundaries.last(max(0, end_token - self.group.proof_tokens - 1))
-
-    def tail_token(self, hit: int) -> int:
-        """Return the token whose hash names the chunk that ends at ``hit``."""
-        if self.group.is_state or hit % self.group.block_size == 0:
-            return hit
-        first = hit // self._unit - 1
-        stop = -(-hit // self.group.block_size) * self.hashes_per_chunk
-        return next(
-            ((name + 1) * self._unit for name in range(first, stop) if name in self._present), hit
-        )
-
-
-def _leading(answers: Sequence[bool]) -> int:
-    """Return how many answers are true before the first false one."""
-    for count, answer in enumerate(answers):
-        if not answer:
-            return count
-    return len(answers)

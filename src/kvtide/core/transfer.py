@@ -139,11 +139,12 @@ def plan_boundary(
     job_id: int,
     prefix_id: int,
     boundary: int,
-    num_certain_tokens: int,
+    certain_span: tuple[int, int],
 ) -> PlannedStore:
     """Plan what beside store jobs is needed to resume at ``boundary``: its ``states``, cut chunks.
 
-    Proofs that end past ``num_certain_tokens`` are left out: they are not computed yet.
+    Of the chunks only those whose end has become certain, past the first token of ``certain_span``
+    and up to its second: the boundary's proof may not be computed yet.
     """
     groups = coordinator.groups
     puts = [
@@ -164,7 +165,7 @@ def plan_boundary(
         first, stop = chunks[0][0], chunks[-1][0] + 1
         table = view.block_ids(group_id, first, stop)
         for chunk, end_token in chunks:
-            if end_token > num_certain_tokens:
+            if not certain_span[0] < end_token <= certain_span[1]:
                 continue
             block_id = table[chunk - first]
             if block_id == NULL_BLOCK_ID:

@@ -18,17 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention
 from kvtide.core.saving import SaveLimits, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.runtime.lookup import LookupExecutor
 from kvtide.stores.base import Store
 from kvtide.testing.engine_batch import BatchScheduler, Decisions
 from kvtide.testing.engine_blocks import EngineBlockPool
+from kvtide.testing.engine_hits import LocalCache
 from kvtide.testing.engine_model import KvModel
 from kvtide.testing.engine_ranks import EngineRank, Ranks, SharedStore, StepOutput
 from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
+from kvtide.testing.engine_tables import BlockTables
 
 
 class ScriptedEngine:
@@ -52,14 +53,15 @@ class ScriptedEngine:
         self.namespace = namespace
         self.namespaces: dict[int, list[str]] = {0: [namespace]}
         """All names used so far, by the weights that they stand for."""
-        self.model = KvModel(setup.num_ranks, setup.block_sizes)
-        self.pool = EngineBlockPool(setup.num_blocks)
+        self.model = KvModel(
+            setup.num_ranks, setup.groups, setup.hash_block_size, setup.partial_hits
+        )
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.records: list[StepRecord] = []
         self.pinned: Counter[int] = Counter()
         self.coordinator = Coordinator(
-            tuple(FullAttention(size) for size in setup.block_sizes), setup.hash_block_size
+            setup.groups, setup.hash_block_size, setup.partial_hits, setup.retention_interval
         )
         self.lookup_store = SharedStore(store, per_key=True)
         self.lookups = LookupExecutor(
@@ -72,9 +74,16 @@ class ScriptedEngine:
             threaded=setup.threaded,
         )
         self.scheduler = self._make_scheduler()
-        self.batch = BatchScheduler(setup, self.pool, self._match, self.scheduler.on_allocated)
         self.ranks = Ranks(
-            [self._make_rank(rank, store) for rank in range(setup.num_ranks)], setup.order
+            [self._make_rank(rank, store) for rank in range(setup.num_ranks)],
+            self.model,
+            setup.order,
+        )
+        self.pool = EngineBlockPool(setup.num_blocks, self.ranks.spoil)
+        self.cache = LocalCache(setup, self.pool)
+        self._tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
+        self.batch = BatchScheduler(
+            setup, self.pool, self._tables, self._match, self.scheduler.on_allocated
         )
         self._late: deque[StepOutput] = deque()
         self.is_in_step = False
@@ -99,7 +108,6 @@ class ScriptedEngine:
         return EngineRank(
             rank,
             self.model,
-            self.setup.hash_block_size,
             self.setup.num_blocks,
             store,
             limits=self.setup.worker,
@@ -133,7 +141,7 @@ class ScriptedEngine:
             prompt,
             self.pool,
             self.model,
-            setup.hash_block_size,
+            self.cache.guess,
             max_tokens=max_tokens,
             may_load=may_load,
             accepts=accepts,
@@ -149,6 +157,11 @@ class ScriptedEngine:
 
     def _finish(self, request: EngineRequest) -> None:
         is_held = request.state is EngineState.LOADING and not request.is_loaded
+        offers = self._tables.last_offers(request)
+        if offers:
+            self._pin(
+                self.scheduler.on_finishing(request, offers, request.num_computed, self.clock())
+            )
         self.batch.remove(request)
         request.state = EngineState.FINISHED
         self.scheduler.on_finished(request.request_id)
@@ -156,8 +169,12 @@ class ScriptedEngine:
             self._release(request)
 
     def _release(self, request: EngineRequest) -> None:
-        self.pool.free(request.drop_blocks())
+        self._tables.drop(request)
         del self.requests[request.request_id]
+
+    def _pin(self, block_ids: Sequence[int]) -> None:
+        self.pool.touch(block_ids)
+        self.pinned.update(block_ids)
 
     def _match(self, request: EngineRequest, num_computed: int) -> int | None:
         return self.scheduler.match(request, num_computed, self.clock())
@@ -201,8 +218,8 @@ class ScriptedEngine:
         marks = {name: request.num_reads for name, request in self.requests.items()}
         decisions = self.batch.schedule()
         outcome = self.scheduler.step(self._events(decisions), self.clock())
-        self.pool.touch(outcome.pin_block_ids)
-        self.pinned.update(outcome.pin_block_ids)
+        self._pin(outcome.pin_block_ids)
+        self.pool.free(decisions.offers.blocks)
         packed = pickle.dumps(outcome.plan)
         record = StepRecord(
             decisions.num_tokens,
@@ -230,6 +247,7 @@ class ScriptedEngine:
 
     def _events(self, decisions: Decisions) -> StepEvents:
         preempted = decisions.preempted if self.setup.tell_preemptions else ()
+        hand_offs = decisions.offers.hand_offs
         scheduled = [
             Scheduled(
                 request, request.num_computed, count, request.request_id in decisions.admitted
@@ -237,9 +255,10 @@ class ScriptedEngine:
             for request, count in decisions.scheduled
             # As the connector does: what cannot have anything to save is left out.
             if request.request_id in decisions.admitted
+            or request.request_id in hand_offs
             or self.scheduler.is_due(request.request_id, request.num_computed + count)
         ]
-        return StepEvents(preempted, scheduled)
+        return StepEvents(preempted, scheduled, hand_offs)
 
     def _update(self, decisions: Decisions, sampled: dict[str, list[int]]) -> None:
         """Take in a step's tokens and what the ranks report: failures, tokens, ends, reports."""

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtide.testing.engine_blocks import EngineBlockPool
+from kvtide.testing.engine_hits import LocalHit
 from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.engine_setup import EngineSetup
+from kvtide.testing.engine_tables import BlockTables, StepOffers
 
 Match = Callable[[EngineRequest, int], "int | None"]
 Allocated = Callable[[EngineRequest, int], None]
@@ -25,6 +27,7 @@ class Decisions:
     scheduled: list[tuple[EngineRequest, int]] = field(default_factory=list)
     admitted: set[str] = field(default_factory=set)
     preempted: list[EngineRequest] = field(default_factory=list)
+    offers: StepOffers = field(default_factory=StepOffers)
 
     @property
     def num_tokens(self) -> dict[str, int]:
@@ -36,10 +39,16 @@ class BatchScheduler:
     """Keeps the queues and gives out blocks; ``match`` and ``allocated`` ask and tell the pool."""
 
     def __init__(
-        self, setup: EngineSetup, pool: EngineBlockPool, match: Match, allocated: Allocated
+        self,
+        setup: EngineSetup,
+        pool: EngineBlockPool,
+        tables: BlockTables,
+        match: Match,
+        allocated: Allocated,
     ) -> None:
         self._setup = setup
         self._pool = pool
+        self._tables = tables
         self._match = match
         self._allocated = allocated
         self.waiting: list[EngineRequest] = []
@@ -53,7 +62,7 @@ class BatchScheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Tell whether a request of ``num_tokens`` fits into an empty cache."""
-        return self._num_blocks(num_tokens) < self._setup.num_blocks
+        return self._tables.num_blocks(num_tokens) < self._setup.num_blocks
 
     def remove(self, request: EngineRequest) -> None:
         """Take a request off its queue."""
@@ -63,7 +72,7 @@ class BatchScheduler:
     def preempt(self, request: EngineRequest) -> None:
         """Take a running request's blocks and put it first in the waiting queue."""
         self.running.remove(request)
-        self._pool.free(request.drop_blocks())
+        self._tables.drop(request)
         request.state = EngineState.PREEMPTED
         request.drafts = []
         request.num_preemptions += 1
@@ -73,11 +82,13 @@ class BatchScheduler:
     def schedule(self) -> Decisions:
         """Decide on one step."""
         decisions = Decisions()
+        self._pool.fresh.clear()
         num_before = len(self._preempted)
         budget = self._schedule_running(decisions, self._setup.max_tokens_per_step)
         if len(self._preempted) == num_before:
             self._schedule_waiting(decisions, budget)
         decisions.preempted, self._preempted = self._preempted, []
+        decisions.offers = self._tables.take_offers()
         return decisions
 
     # ------------------------------------------------------------------ running requests
@@ -87,8 +98,11 @@ class BatchScheduler:
         while index < len(self.running) and budget:
             request = self.running[index]
             wanted = len(request.tokens) + len(request.drafts) - request.num_computed
-            num_tokens = min(wanted, budget)
-            while not self._allocate(request, request.num_computed + num_tokens):
+            num_tokens = self._cut(request, request.num_computed, min(wanted, budget))
+            if not num_tokens:
+                index += 1
+                continue
+            while not self._tables.allocate(request, request.num_computed + num_tokens):
                 victim = self.running[-1]
                 self.preempt(victim)
                 if victim is request:
@@ -100,7 +114,31 @@ class BatchScheduler:
 
     def _compute(self, decisions: Decisions, request: EngineRequest, num_tokens: int) -> None:
         decisions.scheduled.append((request, num_tokens))
-        self._publish(request, min(request.num_computed + num_tokens, len(request.tokens)))
+        self._tables.publish(request, min(request.num_computed + num_tokens, len(request.tokens)))
+
+    def _cut(self, request: EngineRequest, start: int, num_tokens: int) -> int:
+        """Cut a prefill chunk so that it ends where a state is worth keeping; maybe to nothing.
+
+        That is at whole units, at the last of them that can be reused, and at the prompt's last
+        hash boundary where requests may resume inside blocks. (vLLM's block-aligned split.)
+        """
+        setup = self._setup
+        prefill_end = max(request.num_prompt_tokens, len(request.tokens) - 1)
+        if not setup.has_states or start >= prefill_end:
+            return num_tokens
+        unit = setup.lcm_block_size
+        end = start + num_tokens
+        if end < prefill_end:
+            aligned = end // unit * unit
+            if aligned > start or unit <= setup.max_tokens_per_step:
+                end = aligned
+        stops = [setup.reusable_state_token(len(request.tokens), unit)]
+        if start % unit:
+            stops.append((start // unit + 1) * unit)
+        if setup.partial_hits:
+            unit = setup.hash_block_size
+            stops.append(setup.reusable_state_token(request.num_prompt_tokens, unit))
+        return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
 
     # ------------------------------------------------------------------ waiting requests
 
@@ -111,19 +149,23 @@ class BatchScheduler:
                 return
             if request.state is EngineState.LOADING and not self._promote(request):
                 continue
-            local: list[list[int]] = [[] for _ in request.tables]
+            local = LocalHit(request.num_computed, [[] for _ in request.tables])
             num_external = 0
             if not request.num_computed:
-                local, num_local = self._local_hit(request)
-                external = self._ask(request, num_local)
+                if request.may_load:
+                    local = self._tables.find(request)
+                external = self._ask(request, local.num_tokens)
                 if external is None:
                     continue
                 num_external = external
-                num_computed = num_local + num_external
-            else:
-                num_computed = request.num_computed
-            num_tokens = 0 if num_external else min(len(request.tokens) - num_computed, budget)
-            if not self._admit(request, local, num_computed + num_tokens, is_load=num_external > 0):
+            num_computed = local.num_tokens + num_external
+            num_tokens = 0
+            if not num_external:
+                wanted = min(len(request.tokens) - num_computed, budget)
+                num_tokens = self._cut(request, num_computed, wanted)
+                if not num_tokens:
+                    return
+            if not self._admit(request, local, num_external, num_computed + num_tokens):
                 return
             self._allocated(request, num_external)
             request.num_computed = num_computed
@@ -144,34 +186,13 @@ class BatchScheduler:
         if not request.is_loaded:
             return False
         if request.has_failed_load:
-            self._pool.free(request.drop_blocks())
+            self._tables.drop(request)
             request.has_failed_load = False
         else:
-            self._publish(request, request.num_computed)
+            self._tables.publish(request, request.num_computed)
         request.is_loaded = False
         request.state = EngineState.PREEMPTED if request.num_preemptions else EngineState.WAITING
         return True
-
-    def _local_hit(self, request: EngineRequest) -> tuple[list[list[int]], int]:
-        """Return per group the cached blocks of the longest common hit, and its tokens."""
-        tables: list[list[int]] = [[] for _ in request.tables]
-        if not request.may_load:
-            return tables, 0
-        hit = (len(request.tokens) - 1) // self._setup.lcm_block_size * self._setup.lcm_block_size
-        for group_id, size in enumerate(self._setup.block_sizes):
-            ratio = size // self._setup.hash_block_size
-            for chunk in range(hit // size):
-                name = request.block_hashes[(chunk + 1) * ratio - 1]
-                block_id = self._pool.find(group_id, name)
-                if block_id is None:
-                    break
-                tables[group_id].append(block_id)
-            hit = min(hit, len(tables[group_id]) * size)
-        hit = hit // self._setup.lcm_block_size * self._setup.lcm_block_size
-        return [
-            table[: hit // size]
-            for table, size in zip(tables, self._setup.block_sizes, strict=True)
-        ], hit
 
     def _ask(self, request: EngineRequest, num_local: int) -> int | None:
         """Ask the pool, and grant no more than the script allows."""
@@ -185,28 +206,23 @@ class BatchScheduler:
 
     # ------------------------------------------------------------------ blocks
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return sum(-(-num_tokens // size) for size in self._setup.block_sizes)
-
     def _admit(
-        self, request: EngineRequest, local: list[list[int]], num_tokens: int, *, is_load: bool
+        self, request: EngineRequest, local: LocalHit, num_external: int, num_tokens: int
     ) -> bool:
         """Give a waiting request its blocks, if all its tokens would fit.
 
         A load keeps its blocks until it ends, so it must leave room for the prefills under way:
         else two of them could hold what neither can finish with.
         """
-        found = [block_id for table in local for block_id in table]
-        missing = self._num_blocks(len(request.tokens)) - len(found) - len(request.held_blocks)
-        reserved = self._reserved_blocks() if is_load else 0
-        needed = missing + self._pool.num_free_among(found)
+        reserved = self._reserved_blocks() if num_external else 0
+        needed = self._tables.num_to_admit(request, local, num_external)
         if needed > self._pool.num_free - reserved:
             return False
-        self._pool.touch(found)
-        for group_id, table in enumerate(local):
-            request.tables[group_id] += table
-            request.num_cached[group_id] += len(table)
-        return self._allocate(request, num_tokens)
+        if not request.num_computed:
+            self._tables.adopt(request, local, num_external)
+            request.num_computed = local.num_tokens + num_external
+        assert self._tables.allocate(request, num_tokens), f"{request!r} was to fit"
+        return True
 
     def _reserved_blocks(self) -> int:
         """Return what prefills and loads under way still need."""
@@ -215,33 +231,6 @@ class BatchScheduler:
             request for request in self.running if request.num_computed < len(request.tokens)
         ]
         return sum(
-            max(0, self._num_blocks(len(request.tokens)) - len(request.held_blocks))
+            self._tables.num_missing(request, len(request.tokens))
             for request in loading + prefilling
         )
-
-    def _allocate(self, request: EngineRequest, num_tokens: int) -> bool:
-        """Extend a request's tables to ``num_tokens``; False, and nothing, if that is too much."""
-        wanted = [
-            max(0, -(-num_tokens // size) - len(table))
-            for size, table in zip(self._setup.block_sizes, request.tables, strict=True)
-        ]
-        if sum(wanted) > self._pool.num_free:
-            return False
-        for table, count in zip(request.tables, wanted, strict=True):
-            table.extend(self._pool.allocate(count))
-        return True
-
-    def _publish(self, request: EngineRequest, num_tokens: int) -> None:
-        """Let full blocks be found by their hashes.
-
-        Done when they are scheduled, as in vLLM: whoever finds them in the same step reads them
-        after they were written.
-        """
-        for group_id, size in enumerate(self._setup.block_sizes):
-            ratio = size // self._setup.hash_block_size
-            first, end = request.num_cached[group_id], num_tokens // size
-            if end <= first:
-                continue
-            hashes = [request.block_hashes[(i + 1) * ratio - 1] for i in range(first, end)]
-            self._pool.cache(group_id, request.tables[group_id][first:end], hashes)
-            request.num_cached[group_id] = end

@@ -1,13 +1,13 @@
 """A paged cache's book-keeping: who holds which block, and which block holds what.
 
-The same rules as vLLM's ``BlockPool``: a freed block keeps its hash, and may be found again, until
-it is given out anew; blocks are given out in the order in which they were freed.
+The same rules as vLLM's ``BlockPool``: a freed block keeps its hashes, and may be found again,
+until it is given out anew; blocks are given out in the order in which they were freed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvtide.core.jobs import NULL_BLOCK_ID
 
@@ -16,14 +16,21 @@ BlockName = tuple[int, bytes]
 
 
 class EngineBlockPool:
-    """``num_blocks`` blocks, the null block included, shared by all groups."""
+    """``num_blocks`` blocks, the null block included, shared by all groups.
 
-    def __init__(self, num_blocks: int) -> None:
+    ``spoil`` overwrites blocks whose content nobody may read any more.
+    """
+
+    def __init__(self, num_blocks: int, spoil: Callable[[Sequence[int]], None]) -> None:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self.names: list[BlockName | None] = [None] * num_blocks
+        self.names: list[list[BlockName]] = [[] for _ in range(num_blocks)]
+        """By block: the hashes under which it is found. A whole block, and beginnings of it."""
+        self.fresh: set[BlockName] = set()
+        """Names given in this step: what they stand for is yet to be computed."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: dict[BlockName, OrderedDict[int, None]] = {}
+        self._spoil = spoil
 
     def __repr__(self) -> str:
         return f"<EngineBlockPool [{self.num_free} of {self.num_blocks} free]>"
@@ -33,10 +40,11 @@ class EngineBlockPool:
         """How many blocks could be given out now."""
         return len(self._free)
 
-    @property
-    def cached(self) -> dict[int, BlockName]:
-        """Every block that can be found by its hash."""
-        return {block_id: name for block_id, name in enumerate(self.names) if name is not None}
+    def cached(self) -> Iterator[tuple[int, BlockName]]:
+        """Yield every block that can be found by a hash, with each of its names."""
+        for block_id, names in enumerate(self.names):
+            for name in names:
+                yield block_id, name
 
     def find(self, group_id: int, block_hash: bytes) -> int | None:
         """Return a block that holds what the hash names; None if there is none."""
@@ -76,22 +84,30 @@ class EngineBlockPool:
             self.ref_counts[block_id] -= 1
             if not self.ref_counts[block_id]:
                 self._free[block_id] = None
+                if not self.names[block_id]:
+                    self._spoil((block_id,))
 
-    def cache(self, group_id: int, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let full blocks be found by their hashes."""
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if block_id == NULL_BLOCK_ID:
-                continue
-            assert self.names[block_id] is None, f"block {block_id} has a hash already"
-            self.names[block_id] = (group_id, block_hash)
-            self._cached.setdefault((group_id, block_hash), OrderedDict())[block_id] = None
+    def cache(self, group_id: int, block_id: int, block_hash: bytes) -> None:
+        """Let a block be found by a hash."""
+        name = (group_id, block_hash)
+        assert block_id != NULL_BLOCK_ID, "the null block holds nothing"
+        assert name not in self.names[block_id], f"block {block_id} has this name already"
+        self.names[block_id].append(name)
+        self._cached.setdefault(name, OrderedDict())[block_id] = None
+        self.fresh.add(name)
+
+    def move_names(self, source: int, target: int) -> None:
+        """Let ``target``, a copy, be found instead of ``source``."""
+        names = list(self.names[source])
+        self._unname(source)
+        for group_id, block_hash in names:
+            self.cache(group_id, target, block_hash)
 
     def reset(self) -> bool:
         """Forget every hash; False, and nothing happens, while any block is held."""
         if self.num_free != self.num_blocks - 1:
             return False
-        self.names = [None] * self.num_blocks
-        self._cached.clear()
+        self.drop_cached()
         return True
 
     def drop_cached(self) -> None:
@@ -100,8 +116,12 @@ class EngineBlockPool:
             self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
-        name, self.names[block_id] = self.names[block_id], None
-        if name is not None:
+        self._unname(block_id)
+        self._spoil((block_id,))
+
+    def _unname(self, block_id: int) -> None:
+        names, self.names[block_id] = self.names[block_id], []
+        for name in names:
             ids = self._cached[name]
             del ids[block_id]
             if not ids:

@@ -1,46 +1,20 @@
 """A language model of arithmetic: its KV cache and its tokens follow from the bytes it reads.
 
-The KV of a token depends on every byte of KV before it *as read from the blocks*, and so does the
-next token. A wrong byte anywhere in a block that a request attends to changes its output, as it
-would in a real model; what the bytes should be can be computed from the tokens alone.
+The KV of a token depends on every byte of KV that it may attend to *as read from the blocks*, and
+so does the next token. A wrong byte anywhere in a block that a request attends to changes its
+output, as it would in a real model; what the bytes should be can be computed from the tokens alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-TOKEN_BYTES = 8
-"""The KV of one token in one group on one rank."""
+from kvtide.core.groups import Group
+from kvtide.testing.engine_attention import TOKEN_BYTES, TokenChain, is_draft, make_chain, sample
+
 VOCABULARY = 1 << 16
-
-
-class KvChain:
-    """The KV of one group on one rank, token after token."""
-
-    __slots__ = ("_hash",)
-
-    def __init__(self, seed: bytes, kv: bytes = b"") -> None:
-        self._hash = hashlib.sha256(seed + kv)
-
-    def extend(self, token: int) -> bytes:
-        """Return the KV of the next token, and attend to it from now on."""
-        probe = self._hash.copy()
-        probe.update(token.to_bytes(4, "little"))
-        kv = probe.digest()[:TOKEN_BYTES]
-        self._hash.update(kv)
-        return kv
-
-    def digest(self) -> bytes:
-        """Return what all the KV so far comes to."""
-        return self._hash.digest()
-
-
-def sample(chains: Iterable[KvChain]) -> int:
-    """Return the token that follows what ``chains`` (every rank and group) have attended to."""
-    joined = b"".join(chain.digest() for chain in chains)
-    return int.from_bytes(hashlib.sha256(joined).digest()[:2], "little")
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int, parents: Sequence[bytes]) -> list[bytes]:
@@ -57,22 +31,30 @@ def chain_hashes(tokens: Sequence[int], block_size: int, parents: Sequence[bytes
 class TrueKv:
     """What one request's KV cache must hold, computed from its tokens and never from blocks."""
 
-    def __init__(self, seeds: Sequence[bytes], tokens: Sequence[int] = ()) -> None:
-        self._chains = [KvChain(seed) for seed in seeds]
+    def __init__(
+        self, groups: Sequence[Group], seeds: Sequence[bytes], tokens: Sequence[int] = ()
+    ) -> None:
+        self._names = TokenChain()
+        self._chains = [
+            make_chain(groups[index % len(groups)], seed) for index, seed in enumerate(seeds)
+        ]
         self.kv = [bytearray() for _ in seeds]
-        """Per seed (rank and group) the KV of all tokens."""
-        self.extend(tokens)
+        """Per seed (rank and group) the KV of all tokens, or the state after each of them.
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it covers."""
-        return len(self.kv[0]) // TOKEN_BYTES
+        A draft group lacks the last token's.
+        """
+        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append the KV of more tokens."""
-        for chain, kv in zip(self._chains, self.kv, strict=True):
-            for token in tokens:
-                kv.extend(chain.extend(token))
+        for token in tokens:
+            name = self._names.extend(token)
+            for chain, kv in zip(self._chains, self.kv, strict=True):
+                kv.extend(chain.extend(name))
+
+    def span(self, index: int, first_token: int, end_token: int) -> bytes:
+        """Return the KV of tokens ``[first_token, end_token)`` of seed ``index``."""
+        return bytes(self.kv[index][first_token * TOKEN_BYTES : end_token * TOKEN_BYTES])
 
     def next_token(self) -> int:
         """Return the token that follows."""
@@ -83,30 +65,41 @@ class TrueKv:
 class KvModel:
     """The model under one set of weights; ``truth`` tells what a cached block must hold.
 
-    ``block_sizes`` are the groups' blocks in tokens. Seeds are ordered by rank, then group.
+    Seeds are ordered by rank, then group.
     """
 
     num_ranks: int
-    block_sizes: tuple[int, ...]
+    groups: tuple[Group, ...]
+    hash_block_size: int
+    has_cut_names: bool = False
+    """Whether the hashes inside a block name its beginning, too."""
     weights: int = 0
     truth: dict[tuple[int, int, int, bytes], bytes] = field(default_factory=dict)
-    """By weights, rank, group and hash: the bytes of that block."""
+    """By weights, rank, group and hash: the bytes with which that block must begin.
+
+    What comes after the tokens that the hash covers may be anything; so may the KV of a draft
+    group's last token, whose successor the hash does not cover.
+    """
 
     def seeds(self) -> list[bytes]:
         """Return the seed of every chain."""
         return [
             f"{self.weights}/{rank}/{group}/".encode()
             for rank in range(self.num_ranks)
-            for group in range(len(self.block_sizes))
+            for group in range(len(self.groups))
         ]
 
     def seed_index(self, rank: int, group_id: int) -> int:
         """Return where the chain of a rank and group is in :meth:`seeds`."""
-        return rank * len(self.block_sizes) + group_id
+        return rank * len(self.groups) + group_id
+
+    def true_kv(self, tokens: Sequence[int] = ()) -> TrueKv:
+        """Return what the KV cache of ``tokens`` must hold."""
+        return TrueKv(self.groups, self.seeds(), tokens)
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Return what an engine without a pool must answer."""
-        true = TrueKv(self.seeds(), prompt)
+        true = self.true_kv(prompt)
         output: list[int] = []
         for _ in range(num_tokens):
             token = true.next_token()
@@ -114,17 +107,17 @@ class KvModel:
             true.extend([token])
         return output
 
-    def learn_truth(
-        self, true: TrueKv, hashes: Sequence[bytes], hash_block_size: int, first_hash: int = 0
-    ) -> None:
-        """Note what the blocks of a request that end within ``hashes[first_hash:]`` must hold."""
+    def learn_truth(self, true: TrueKv, hashes: Sequence[bytes], first_hash: int = 0) -> None:
+        """Note what the blocks of a request must hold that ``hashes[first_hash:]`` name."""
         for rank in range(self.num_ranks):
-            for group_id, block_size in enumerate(self.block_sizes):
-                kv = true.kv[self.seed_index(rank, group_id)]
-                ratio = block_size // hash_block_size
-                for chunk in range(first_hash // ratio, len(hashes) // ratio):
-                    span = slice(
-                        chunk * block_size * TOKEN_BYTES, (chunk + 1) * block_size * TOKEN_BYTES
-                    )
-                    name = hashes[(chunk + 1) * ratio - 1]
-                    self.truth[self.weights, rank, group_id, name] = bytes(kv[span])
+            for group_id, group in enumerate(self.groups):
+                index = self.seed_index(rank, group_id)
+                for number in range(first_hash, len(hashes)):
+                    end_token = (number + 1) * self.hash_block_size
+                    if end_token % group.block_size and not self.has_cut_names:
+                        continue
+                    first_token = (end_token - 1) // group.block_size * group.block_size
+                    if group.is_state:
+                        first_token = end_token - 1
+                    content = true.span(index, first_token, end_token - is_draft(group))
+                    self.truth[self.weights, rank, group_id, hashes[number]] = content

@@ -7,14 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtide.core.jobs import JobReport, StepPlan
+from kvtide.core.jobs import NULL_BLOCK_ID, JobReport, StepPlan
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Store
 from kvtide.stores.wrappers import CountingStore
 from kvtide.testing.blocks import FakeBlocks, byte_layout
-from kvtide.testing.engine_model import TOKEN_BYTES, KvChain, KvModel, sample
+from kvtide.testing.engine_attention import (
+    TOKEN_BYTES,
+    KvChain,
+    TokenChain,
+    block_bytes,
+    first_needed_token,
+    make_chain,
+    sample,
+)
+from kvtide.testing.engine_model import KvModel
 from kvtide.testing.engine_requests import EngineRequest
 
 
@@ -58,7 +67,6 @@ class EngineRank:
         self,
         rank: int,
         model: KvModel,
-        hash_block_size: int,
         num_blocks: int,
         store: Store,
         *,
@@ -69,33 +77,41 @@ class EngineRank:
         self.rank = rank
         self.store = SharedStore(store, per_key=True)
         self._model = model
-        layout = byte_layout(*((size, size * TOKEN_BYTES) for size in model.block_sizes))
-        self.blocks = FakeBlocks(layout, num_blocks)
+        sizes = [group.block_size for group in model.groups]
+        payloads = [block_bytes(group) for group in model.groups]
+        self.blocks = FakeBlocks(byte_layout(*zip(sizes, payloads, strict=True)), num_blocks)
         self.worker = PoolWorker(
             self.blocks,
             self.store,
-            PrefixDatabases(model.block_sizes, hash_block_size, rank),
+            PrefixDatabases(sizes, model.hash_block_size, rank),
             limits=limits,
             clock=clock,
             threaded=threaded,
         )
 
-    def kv(self, group_id: int, table: Sequence[int], num_tokens: int) -> bytes:
-        """Return the KV of a request's first tokens as its blocks hold it now."""
+    def attended(self, group_id: int, table: Sequence[int], num_tokens: int) -> bytes:
+        """Return the KV that the next token may read, or the state, as the blocks hold it now."""
+        group = self._model.groups[group_id]
         if not num_tokens:
             return b""
-        size = self._model.block_sizes[group_id]
-        data = self.blocks.data[group_id]
-        rows = data[list(table[: -(-num_tokens // size)])]
-        return rows.tobytes()[: num_tokens * TOKEN_BYTES]
+        data, size = self.blocks.data[group_id], group.block_size
+        first_token = first_needed_token(group, num_tokens)
+        first = first_token // size
+        rows = data[list(table[first : -(-num_tokens // size)])].tobytes()
+        if group.is_state:
+            return rows
+        start = first * size
+        return rows[(first_token - start) * TOKEN_BYTES : (num_tokens - start) * TOKEN_BYTES]
 
     def chains(self, tables: Sequence[Sequence[int]], num_computed: int) -> list[KvChain]:
         """Attend to what a request's blocks hold."""
         seeds = self._model.seeds()
         return [
-            KvChain(
+            make_chain(
+                self._model.groups[group_id],
                 seeds[self._model.seed_index(self.rank, group_id)],
-                self.kv(group_id, table, num_computed),
+                num_computed,
+                self.attended(group_id, table, num_computed),
             )
             for group_id, table in enumerate(tables)
         ]
@@ -104,13 +120,16 @@ class EngineRank:
         self, group_id: int, table: Sequence[int], first_token: int, kv: Sequence[bytes]
     ) -> None:
         """Issue the writes of consecutive tokens; they are done by :meth:`FakeBlocks.complete`."""
-        size = self._model.block_sizes[group_id]
-        data = b"".join(kv)
-        end = first_token + len(kv)
+        group = self._model.groups[group_id]
+        size, end = group.block_size, first_token + len(kv)
         for chunk in range(first_token // size, -(-end // size)):
             low, high = max(first_token, chunk * size), min(end, (chunk + 1) * size)
+            if group.is_state:
+                if table[chunk] != NULL_BLOCK_ID:
+                    self.blocks.issue(group_id, table[chunk], kv[high - 1 - first_token])
+                continue
             content = bytearray(self.blocks.content(group_id, table[chunk]))
-            piece = data[(low - first_token) * TOKEN_BYTES : (high - first_token) * TOKEN_BYTES]
+            piece = b"".join(kv[low - first_token : high - first_token])
             at = (low - chunk * size) * TOKEN_BYTES
             content[at : at + len(piece)] = piece
             self.blocks.issue(group_id, table[chunk], bytes(content))
@@ -140,9 +159,11 @@ class Ranks:
     are merged at once.
     """
 
-    def __init__(self, ranks: Sequence[EngineRank], order: HookOrder) -> None:
+    def __init__(self, ranks: Sequence[EngineRank], model: KvModel, order: HookOrder) -> None:
         self.ranks = ranks
         self.order = order
+        self._model = model
+        self._num_spoils = 0
         self._finishes: Counter[str] = Counter()
         self._failures: set[str] = set()
 
@@ -159,6 +180,7 @@ class Ranks:
         self.complete()  # it may attend to what another request computes in this step
         first = request.num_computed
         tokens = (request.tokens + request.drafts)[first : first + num_tokens]
+        names = TokenChain(request.tokens[:first])
         chains = [
             (rank, group_id, chain)
             for rank in self.ranks
@@ -166,17 +188,41 @@ class Ranks:
         ]
         sampled: list[int] = []
         kv: list[list[bytes]] = [[] for _ in chains]
-        is_accepting = True
         for position, token in enumerate(tokens, first):
+            draft = position - len(request.tokens)
+            if draft >= 0 and token != sampled[draft]:
+                break  # what follows a wrong draft is computed for nothing
+            name = names.extend(token)
             for values, (_, _, chain) in zip(kv, chains, strict=True):
-                values.append(chain.extend(token))
-            if position >= len(request.tokens) - 1 and is_accepting:
+                values.append(chain.extend(name))
+            if position >= len(request.tokens) - 1:
                 sampled.append(sample(chain for _, _, chain in chains))
-                draft = position + 1 - len(request.tokens)
-                is_accepting = draft < len(request.drafts) and request.drafts[draft] == sampled[-1]
-        for values, (rank, group_id, _) in zip(kv, chains, strict=True):
-            rank.write(group_id, request.tables[group_id], first, values)
+        end = first + len(kv[0])
+        follower = sampled[-1] if sampled else request.tokens[end]
+        name = names.extend(follower)
+        for values, (rank, group_id, chain) in zip(kv, chains, strict=True):
+            if not chain.is_sampled:
+                values.append(chain.extend(name))
+                del values[0]
+            rejected = [b"\0" * TOKEN_BYTES] * (first + num_tokens - end)
+            is_state = self._model.groups[group_id].is_state
+            rank.write(
+                group_id, request.tables[group_id], first, values if is_state else values + rejected
+            )
         return sampled
+
+    def copy(self, group_id: int, source: int, target: int) -> None:
+        """Copy a block at once; what was issued before is done."""
+        self.complete()
+        for rank in self.ranks:
+            rank.blocks.data[group_id][target] = rank.blocks.data[group_id][source]
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks whose content nobody may read any more, each time with other bytes."""
+        self._num_spoils += 1
+        for rank in self.ranks:
+            for data in rank.blocks.data:
+                data[list(block_ids)] = 1 + self._num_spoils % 255
 
     def complete(self) -> None:
         """Let the devices do what was issued."""

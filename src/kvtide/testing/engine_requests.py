@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
+from kvtide.core.jobs import NULL_BLOCK_ID
 from kvtide.testing.engine_blocks import EngineBlockPool
-from kvtide.testing.engine_model import VOCABULARY, KvModel, TrueKv, chain_hashes
+from kvtide.testing.engine_model import VOCABULARY, KvModel, chain_hashes
 from kvtide.testing.requests import RecordingRequest
 
 
@@ -36,7 +37,7 @@ class EngineRequest(RecordingRequest):
         prompt: Sequence[int],
         pool: EngineBlockPool,
         model: KvModel,
-        hash_block_size: int,
+        guess_hit: Callable[[int, Sequence[bytes]], int],
         *,
         max_tokens: int = 1,
         may_load: bool = True,
@@ -44,7 +45,7 @@ class EngineRequest(RecordingRequest):
     ) -> None:
         super().__init__(
             request_id,
-            tables=[[] for _ in model.block_sizes],
+            tables=[[] for _ in model.groups],
             num_prompt_tokens=len(prompt),
         )
         self.prompt = tuple(prompt)
@@ -53,8 +54,10 @@ class EngineRequest(RecordingRequest):
         self.may_load = may_load
         self.state = EngineState.WAITING
         self.num_computed = 0
-        self.num_cached = [0] * len(model.block_sizes)
-        """Per group how many blocks of its table can be found by their hashes."""
+        self.num_cached = [0] * len(model.groups)
+        """Per group how many blocks of its table have been published, or passed over."""
+        self.tails: dict[int, tuple[int, int]] = {}
+        """By state group: the block that has just been named at a boundary inside it, and where."""
         self.is_loaded = False
         self.has_failed_load = False
         self.num_loads = 0
@@ -66,8 +69,8 @@ class EngineRequest(RecordingRequest):
         self._accepts: Iterator[int] = itertools.cycle(accepts)
         self._pool = pool
         self._model = model
-        self._hash_block_size = hash_block_size
-        self.true = TrueKv(model.seeds())
+        self._guess_hit = guess_hit
+        self.true = model.true_kv()
         self.append(prompt)
 
     def __repr__(self) -> str:
@@ -94,7 +97,7 @@ class EngineRequest(RecordingRequest):
     @property
     def held_blocks(self) -> list[int]:
         """Every block it holds a reference to."""
-        return [block_id for table in self.tables for block_id in table]
+        return [block_id for table in self.tables for block_id in table if block_id]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add accepted tokens, and hash the blocks that they fill."""
@@ -102,17 +105,18 @@ class EngineRequest(RecordingRequest):
         self.true.extend(tokens)
         self.num_tokens = len(self.tokens)
         first = len(self.block_hashes)
-        self.block_hashes += chain_hashes(self.tokens, self._hash_block_size, self.block_hashes)
-        self._model.learn_truth(self.true, self.block_hashes, self._hash_block_size, first)
+        unit = self._model.hash_block_size
+        self.block_hashes += chain_hashes(self.tokens, unit, self.block_hashes)
+        self._model.learn_truth(self.true, self.block_hashes, first)
 
     def change_weights(self) -> None:
         """Expect the KV cache of the model's present weights from now on."""
-        self.true = TrueKv(self._model.seeds(), self.tokens)
-        self._model.learn_truth(self.true, self.block_hashes, self._hash_block_size)
+        self.true = self._model.true_kv(self.tokens)
+        self._model.learn_truth(self.true, self.block_hashes)
 
     def draft(self, num_tokens: int) -> None:
         """Draft tokens for the next step, as many of them right as the script says."""
-        guess = TrueKv(self._model.seeds(), self.tokens) if num_tokens else self.true
+        guess = self._model.true_kv(self.tokens) if num_tokens else self.true
         num_right = next(self._accepts)
         self.drafts = []
         for index in range(num_tokens):
@@ -123,8 +127,9 @@ class EngineRequest(RecordingRequest):
 
     def drop_blocks(self) -> list[int]:
         """Forget all blocks and return them in the order in which to free them: ends first."""
-        block_ids = [block_id for table in self.tables for block_id in reversed(table)]
+        block_ids = [block for table in self.tables for block in reversed(table) if block]
         self.tables = [[] for _ in self.tables]
+        self.tails.clear()
         self.num_cached = [0] * len(self.tables)
         self.num_computed = 0
         self.is_loaded = False
@@ -133,19 +138,10 @@ class EngineRequest(RecordingRequest):
     def target_ids(self, group_id: int, first_chunk: int, end_chunk: int) -> Sequence[int]:
         """Return a part of a group's block table, with null for blocks that are cached."""
         return [
-            0 if self._pool.names[block_id] is not None else block_id
+            NULL_BLOCK_ID if self._pool.names[block_id] else block_id
             for block_id in self.block_ids(group_id, first_chunk, end_chunk)
         ]
 
     def local_hit_hint(self) -> int:
-        """Guess by bisection what the prefix cache holds, as the connector does."""
-        groups = range(len(self.tables))
-        low, high = 0, len(self.block_hashes)
-        while low < high:
-            middle = (low + high) // 2
-            name = self.block_hashes[middle]
-            if any(self._pool.find(group_id, name) is None for group_id in groups):
-                high = middle
-            else:
-                low = middle + 1
-        return low * self._hash_block_size
+        """Guess what the prefix cache holds, as the connector does."""
+        return self._guess_hit(self.num_tokens, self.block_hashes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
+from kvtide.core.groups import FullAttention, Group
 from kvtide.core.saving import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.testing.engine_ranks import HookOrder
@@ -15,19 +16,30 @@ SMALL_STAGING = WorkerLimits(staging_bytes=256 << 10, load_staging_bytes=64 << 1
 """Room for 64 values to write and 16 to read: small enough to fill up in a test."""
 
 
+def full_attention(*block_sizes: int) -> tuple[Group, ...]:
+    """Return one full-attention group for each block size."""
+    return tuple(FullAttention(size) for size in block_sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
     """How the engine and the pool are configured; sizes in tokens and blocks.
 
-    ``num_blocks`` counts the null block. ``tell_preemptions=False`` hides preemptions: a request
-    comes back as a new one, and that is all the pool learns. ``report_delay`` holds what the ranks
-    report back for so many steps and hands it over in one piece. ``grant_limit`` grants at most so
-    many of the tokens that the pool promised. With ``threaded=False`` the pool does nothing until
+    ``groups`` are the model's; one with ``proof_tokens`` belongs to a draft model.
+    ``hash_block_size`` is by default the largest unit that fits all groups. With ``partial_hits``
+    requests resume at its multiples. ``num_blocks`` counts the null block.
+    ``tell_preemptions=False`` hides preemptions: a request comes back as a new one, and that is all
+    the pool learns. ``report_delay`` holds what the ranks report back for so many steps and hands
+    it over in one piece. ``grant_limit`` grants at most so many of the tokens that the pool
+    promised. With ``threaded=False`` the pool does nothing until
     :meth:`~kvtide.testing.engine.ScriptedEngine.run_pool`.
     """
 
     num_blocks: int = 64
-    block_sizes: tuple[int, ...] = (4,)
+    groups: tuple[Group, ...] = (FullAttention(4),)
+    hash_block_size: int = 0
+    partial_hits: bool = False
+    retention_interval: int | None = None
     max_tokens_per_step: int = 32
     max_running: int = 8
     num_ranks: int = 1
@@ -45,22 +57,53 @@ class EngineSetup:
     saves: SavePolicy = field(default_factory=lambda: SavePolicy(decode=True))
     worker: WorkerLimits = SMALL_STAGING
 
+    def __post_init__(self) -> None:
+        if not self.hash_block_size:
+            proofs = [group.proof_tokens for group in self.groups]
+            object.__setattr__(self, "hash_block_size", math.gcd(*self.block_sizes, *proofs))
+
     @property
-    def hash_block_size(self) -> int:
-        """The unit in which tokens are hashed."""
-        return math.gcd(*self.block_sizes)
+    def block_sizes(self) -> tuple[int, ...]:
+        """The groups' blocks, in tokens."""
+        return tuple(group.block_size for group in self.groups)
 
     @property
     def lcm_block_size(self) -> int:
-        """The unit in which requests hit, load and save."""
+        """The unit in which requests load and save."""
         return math.lcm(*self.block_sizes)
+
+    @property
+    def alignment(self) -> int:
+        """The unit in which requests hit."""
+        return self.hash_block_size if self.partial_hits else self.lcm_block_size
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has state groups."""
+        return any(group.is_state for group in self.groups)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the model has groups of a draft model."""
+        return any(group.proof_tokens for group in self.groups)
 
     @property
     def pin_budget(self) -> int:
         """How many blocks jobs may hold at once; one unit is allowed in any case."""
-        unit_blocks = sum(self.lcm_block_size // size for size in self.block_sizes)
+        unit_blocks = sum(
+            (self.lcm_block_size + group.proof_tokens) // group.block_size for group in self.groups
+        )
         budget = self.num_blocks if self.max_pinned_blocks is None else self.max_pinned_blocks
         return max(budget, unit_blocks)
+
+    def reusable_state_token(self, num_tokens: int, unit: int) -> int:
+        """Return the last multiple of ``unit`` at which a repetition of the tokens may resume.
+
+        With a draft model the unit above has to be matched as well.
+        """
+        if self.has_drafts:
+            return max(0, num_tokens // unit * unit - unit)
+        return (num_tokens - 1) // unit * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import vllm
 
 from kvtide.engines.vllm import features
 from kvtide.errors import ConfigError
-from tests.engines.vllm.configs import attention_spec, cache_config
+from tests.engines.vllm.configs import attention_spec, cache_config, state_spec
 
 
 def test_the_installed_release_is_supported(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,6 +69,19 @@ def test_cacheable_groups_are_computed_where_the_engine_does_not_tell() -> None:
     bare = SimpleNamespace(kv_cache_groups=config.kv_cache_groups)
     assert features.prefix_cacheable_group_ids(config) == (0, 2)
     assert features.prefix_cacheable_group_ids(bare) == (0, 2)
+
+
+def test_hits_end_with_blocks_where_only_the_engines_scheduler_knows_better(
+    make_config: Any, model_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.32 nothing tells a connector; ending with a block is always right."""
+    config = make_config(model_folder)
+    groups = cache_config((state_spec(block_size=64), 1), (attention_spec(block_size=32), 1))
+    assert features.resolve_block_sizes(groups, config) == features.BlockSizes(64, 32, 32)
+    ours = ("resolve_kv_cache_block_sizes", "resolve_dcp_kv_block_size")
+    older = SimpleNamespace(**{name: getattr(features.kv_cache_utils, name) for name in ours})
+    monkeypatch.setattr(features, "kv_cache_utils", older)
+    assert features.resolve_block_sizes(groups, config) == features.BlockSizes(64, 32, 64)
 
 
 def test_a_failed_load_is_a_finished_one_too() -> None:

@@ -27,7 +27,7 @@ from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.translate import translate_groups
 from kvtide.errors import ConfigError
 from tests.engines.model_folders import LLAMA, flip_byte, make_folder
-from tests.engines.vllm.configs import attention_spec, cache_config
+from tests.engines.vllm.configs import attention_spec, cache_config, state_spec
 
 YARN = {
     "rope_type": "yarn",
@@ -149,6 +149,8 @@ def test_settings_that_change_bytes_change_it(
         {"served_model_name": "other"},
         {"seed": 7},
         {"num_gpu_blocks_override": 100},
+        {"prefix_cache_retention_interval": 64},
+        {"enable_mamba_shared_prefix_checkpoint": True},
         {"enforce_eager": False},
         {"data_parallel_size": 1, "disable_log_stats": False},
     ],
@@ -200,6 +202,34 @@ def test_the_resolved_groups_change_it(
     config = make_config(model_folder)
     changed = identity_of(config, attention_spec(**spec), layers)
     assert fingerprint(changed) != fingerprint(identity_of(config))
+
+
+def test_retention_leaves_it(model_folder: Path, make_config: Callable[..., Any]) -> None:
+    """Which blocks of a window an engine keeps does not change what is in them."""
+    config = make_config(model_folder)
+    window = attention_spec("SlidingWindowSpec", sliding_window=128)
+    identities = []
+    for interval in (None, 0, 64):
+        groups = cache_config((attention_spec(), 1), (window, 1))
+        groups.prefix_cache_retention_interval = interval
+        plan = translate_groups(groups, config)
+        assert plan.retention_interval == interval
+        identities.append(engine_identity(config, plan))
+    assert identities[0] == identities[1] == identities[2]
+
+
+def test_the_element_type_of_states_changes_it(
+    model_folder: Path, make_config: Callable[..., Any]
+) -> None:
+    """By the setting and by the resolved group, each of its own."""
+    import torch
+
+    plain, other = make_config(model_folder), make_config(model_folder)
+    # Set behind the platform's back: the CPU's allows one type alone.
+    other.cache_config.mamba_ssm_cache_dtype = "float16"
+    assert differ(plain, other)
+    half = state_spec(dtypes=(torch.bfloat16, torch.float16))
+    assert fingerprint(identity_of(plain, state_spec())) != fingerprint(identity_of(plain, half))
 
 
 def test_other_weights_under_the_same_name_change_it(
@@ -521,10 +551,10 @@ CONSIDERED = {
     ),
     "CacheConfig": (
         settings.CACHE,
-        """cache_dtype enable_mamba_shared_prefix_checkpoint is_attention_free
-        kv_cache_dtype_skip_layers kv_sharing_fast_prefill mamba_cache_dtype mamba_cache_mode
-        mamba_page_size_padded mamba_ssm_cache_dtype replayssm_buffer_len skip_page_size_padded
-        sliding_window swa_bounded_replay use_kda_recoverssm use_replayssm""",
+        """cache_dtype is_attention_free kv_cache_dtype_skip_layers kv_sharing_fast_prefill
+        mamba_cache_dtype mamba_cache_mode mamba_page_size_padded mamba_ssm_cache_dtype
+        replayssm_buffer_len skip_page_size_padded sliding_window swa_bounded_replay
+        use_kda_recoverssm use_replayssm""",
     ),
     "LoRAConfig": (
         settings.LORA,

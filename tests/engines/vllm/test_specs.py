@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,17 +117,21 @@ def test_a_uniform_group_is_described_by_its_distinct_layers() -> None:
 
 def all_specs() -> list[Any]:
     """Specs no two of which hold the same bytes."""
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+
     window = "SlidingWindowSpec"
     latent: dict[str, Any] = {"num_kv_heads": 1, "sliding_window": 64}
     return [
         attention_spec(),
         attention_spec(block_size=64),
+        attention_spec(head_size_v=64),
         attention_spec(dtype=torch.float32),
         attention_spec("MLAAttentionSpec"),
         attention_spec("MLAAttentionSpec", tokens_per_state=4),
         attention_spec("MLAAttentionSpec", cache_dtype_str="fp8_ds_mla"),
         attention_spec("MLAAttentionSpec", model_version="deepseek_v4"),
         attention_spec("MLAAttentionSpec", alignment=576),
+        attention_spec("MLAAttentionSpec", cache_role=SparseCacheRole.INDEXER),
         attention_spec(window, sliding_window=64),
         attention_spec(window, sliding_window=128),
         attention_spec(window, sliding_window=64, extra_retained_tokens=2),
@@ -173,10 +179,17 @@ def test_what_changes_no_byte_is_not_described(spec: Any, changes: dict[str, Any
     assert describe_specs(spec(**changes)) == describe_specs(spec())
 
 
-@pytest.mark.parametrize("number", range(19))
-def test_descriptions_are_json(number: int) -> None:
+def test_descriptions_are_json() -> None:
     """They become part of the identity as they are."""
-    import json
-
-    described = describe_specs(all_specs()[number])
+    described = [describe_specs(spec) for spec in all_specs()]
     assert json.loads(json.dumps(described)) == described
+
+
+def test_the_page_of_models_names_every_spec() -> None:
+    """What is served and what is refused by name stands where an operator looks for it."""
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    served, refused = page.split("## Refused")
+    for kind in module._KINDS:
+        assert f"`{kind.__name__}`" in served
+    for name in [*module._NOT_SERVED, "HiddenStateCacheSpec"]:
+        assert f"`{name}`" in refused

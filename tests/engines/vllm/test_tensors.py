@@ -16,7 +16,7 @@ from kvtide.engines.vllm import rows as rows_module
 from kvtide.engines.vllm import tensors
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.errors import UnsupportedModelError
-from tests.engines.vllm.configs import attention_spec, cache_config
+from tests.engines.vllm.configs import attention_spec, cache_config, state_spec
 
 NUM_BLOCKS = 64
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -211,6 +211,14 @@ def test_different_bytes_are_different_layouts() -> None:
     ]
     described = [repr(layout.describe()) for layout in layouts]
     assert len(set(described)) == len(described)
+
+
+def test_the_kind_of_device_counts_where_a_kernel_tells_nothing() -> None:
+    """Layers of states have no attention backend, but their packing differs by device."""
+    config = cache_config((state_spec(), 2))
+    _, caches = allocate(config)
+    description = TensorBlocks(caches, config, [0]).layout.groups[0].description
+    assert '"kernel": "cpu"' in description
 
 
 def test_a_description_does_not_grow_with_the_number_of_layers() -> None:

@@ -192,12 +192,16 @@ def test_every_group_that_stands_in_the_way_is_named(config: Any) -> None:
     ]
 
 
-def test_managers_that_keep_longer_hits_are_refused(config: Any) -> None:
+@pytest.mark.parametrize("by", ["role", "place"])
+def test_managers_that_keep_longer_hits_are_refused(config: Any, by: str) -> None:
     """Groups backed by host memory answer hits of their own: they are refused at start."""
     from vllm.v1.kv_cache_interface import KVCacheGroupRole
 
     plan = cache_config((attention_spec(), 2))
-    plan.kv_cache_groups[0].role = KVCacheGroupRole.HISPARSE_SOURCE
+    if by == "role":
+        plan.kv_cache_groups[0].role = KVCacheGroupRole.HISPARSE_SOURCE
+    else:
+        plan.kv_cache_groups[0].host_resident = True
     (fault,) = faults_of(plan, config)
     for words in ("group 0", "host memory", "hisparse_config"):
         assert words in fault

@@ -184,9 +184,9 @@ def _allows_partial_hits(kv_cache_config: Any, vllm_config: Any, hash_block_size
     Before 0.32 only its scheduler knows. A hit is then taken to end with a block, which it may.
     """
     probe = getattr(kv_cache_utils, "partial_hash_hits_enabled", None)
-    groups = kv_cache_config.kv_cache_groups
-    if probe is None or len(groups) <= 1 or not vllm_config.cache_config.enable_prefix_caching:
+    if probe is None:
         return False
+    groups = kv_cache_config.kv_cache_groups
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return bool(probe(groups, hash_block_size, dcp, [manager_class(group) for group in groups]))
 
@@ -225,10 +225,7 @@ def boundary_hand_offs(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int
 def drops_eagle_block(vllm_config: Any) -> bool:
     """Tell whether hits are proven for a draft model by the tokens behind them (EAGLE, MTP)."""
     speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is None:
-        return False
-    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
-    return bool(drops())
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def num_prefill_lookahead_tokens(vllm_config: Any) -> int:
@@ -239,12 +236,6 @@ def num_prefill_lookahead_tokens(vllm_config: Any) -> int:
     if speculative is None or not speculative.use_eagle():
         return 0
     return int(speculative.num_speculative_tokens) if speculative.use_multi_module_mtp() else 1
-
-
-def retention_interval(kv_cache_config: Any) -> int | None:
-    """Return how sparsely the engine keeps window and state groups, ``None`` for densely."""
-    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    return None if interval is None else int(interval)
 
 
 def conv_state_layout() -> str:

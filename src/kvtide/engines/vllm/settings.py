@@ -85,6 +85,7 @@ CACHE = {
     "prefix_caching_hash_algo": _ELSEWHERE,
     "enable_prefix_caching": _REUSE,
     "prefix_cache_retention_interval": _REUSE,
+    "enable_mamba_shared_prefix_checkpoint": _REUSE,
     "gpu_memory_utilization": _CAPACITY,
     "num_gpu_blocks_override": _CAPACITY,
     "num_gpu_blocks": _CAPACITY,

@@ -258,7 +258,9 @@ def _group_layout(spec: Any, layers: Sequence[Layer]) -> GroupLayout:
         {
             "order": layer.segment.order,
             "dtype": str(layer.tensor.dtype).removeprefix("torch."),
-            "kernel": layer.trait,
+            # State layers tell nothing, yet their bytes mean something else on another kind of
+            # device: vLLM's CPU kernels for gated delta nets keep the matrices transposed.
+            "kernel": layer.trait or layer.tensor.device.type,
         }
         for layer in layers
     ]

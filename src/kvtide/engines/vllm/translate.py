@@ -93,12 +93,10 @@ def _groups(
     for number in ids:
         group = kv_cache_config.kv_cache_groups[number]
         block_size = features.block_span(group.kv_cache_spec, vllm_config)
-        manager = features.manager_class(group)
+        # Of managers that cannot look inside blocks the engine asks, where hits may end there, that
+        # their blocks are one hash long: so it need not be asked which manager a group has.
         proof_tokens = eagle_proof_tokens(
-            block_size,
-            sizes.hashed,
-            is_fine_grained=sizes.hit_alignment < sizes.scheduler
-            and manager.supports_fine_grained_hash_lookup,
+            block_size, sizes.hashed, is_fine_grained=sizes.hit_alignment < sizes.scheduler
         )
         yield group_of(group.kv_cache_spec, block_size, proof_tokens if number in drafts else 0)
 
@@ -142,7 +140,7 @@ def _retention_interval(
 
     The engine keeps chunked-local groups dense whatever it was given, as it does full attention.
     """
-    interval = features.retention_interval(kv_cache_config)
+    interval: int | None = kv_cache_config.prefix_cache_retention_interval
     if interval is None or not any(
         group.is_state or isinstance(group, SlidingWindow) for group in groups
     ):

@@ -1,0 +1,104 @@
+"""The store jobs that not every rank has ended, and the engine's blocks that they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtide.core.jobs import JobEnd, JobReport, StoreJob
+from kvtide.core.requests import RequestTracker, SaveProgress
+from kvtide.core.transfer import PlannedStore
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """One of them; ``progress`` is ``None`` for a job beside the offsets, which counts no tokens.
+
+    Otherwise it belongs to the life of the request that emitted the job: a report about an earlier
+    life changes nothing but its own pins.
+    """
+
+    progress: SaveProgress | None
+    start_token: int
+    end_token: int
+    pinned_block_ids: list[int]
+    num_staged: int = 0
+    ends: Counter[JobEnd] = field(default_factory=Counter)
+
+    @property
+    def failures(self) -> set[JobEnd]:
+        """How the job failed, on whatever rank."""
+        return {end for end in self.ends if not end.is_success}
+
+
+class OpenJobs:
+    """Follows jobs from their emission to the last rank's end; ``num_ranks`` reports end one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_pinned_blocks = 0
+        """A block that is pinned twice counts twice."""
+        self.num_tokens = 0
+        self._num_ranks = num_ranks
+        self._jobs: dict[int, OpenJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def open(self, planned: PlannedStore, progress: SaveProgress | None) -> None:
+        """Follow a job from now on, and count its blocks as pinned."""
+        job, pinned, _ = planned
+        start = end = 0
+        if progress is not None:
+            assert isinstance(job, StoreJob)
+            start, end = job.start_token, job.end_token
+            progress.scheduled_offset = end
+            progress.num_open_jobs += 1
+        self._jobs[job.job_id] = OpenJob(progress, start, end, pinned)
+        self.num_pinned_blocks += len(pinned)
+        self.num_tokens += end - start
+
+    def take(self, report: JobReport) -> tuple[list[int], list[OpenJob]]:
+        """Take a report in; return the blocks to unpin, and the jobs that ended on every rank.
+
+        Blocks come reversed, so that the engine evicts the end of a chain first.
+        """
+        unpinned: list[int] = []
+        ended: list[OpenJob] = []
+        for job_id, num_ranks in report.staged.items():
+            job = self._jobs.get(job_id)
+            if job is not None:
+                job.num_staged += num_ranks
+                if job.num_staged >= self._num_ranks:
+                    unpinned.extend(self._unpin(job))
+        for job_id, ends in report.ended.items():
+            job = self._jobs.get(job_id)
+            if job is not None:
+                job.ends.update(ends)
+                if job.ends.total() >= self._num_ranks:
+                    unpinned.extend(self._unpin(job))
+                    del self._jobs[job_id]
+                    self.num_tokens -= job.end_token - job.start_token
+                    ended.append(job)
+        return unpinned, ended
+
+    def _unpin(self, job: OpenJob) -> list[int]:
+        """Give a job's blocks back, once."""
+        block_ids, job.pinned_block_ids = job.pinned_block_ids, []
+        self.num_pinned_blocks -= len(block_ids)
+        return block_ids[::-1]
+
+    def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
+        """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""
+        jobs = self._jobs.values()
+        pinned = sum(len(job.pinned_block_ids) for job in jobs)
+        assert pinned == self.num_pinned_blocks, f"{pinned} pinned, not {self.num_pinned_blocks}"
+        tokens = sum(job.end_token - job.start_token for job in jobs)
+        assert tokens == self.num_tokens, f"{tokens} tokens are open, counted {self.num_tokens}"
+        for tracker in trackers:
+            progress = tracker.progress
+            if progress is None:
+                continue
+            open_jobs = sum(job.progress is progress for job in jobs)
+            assert open_jobs == progress.num_open_jobs, f"{tracker.request_id}: {open_jobs} open"
+            assert progress.saved_offset <= progress.scheduled_offset, f"{tracker}"

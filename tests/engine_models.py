@@ -1,0 +1,58 @@
+"""Models of every attention kind for the scripted engine: the groups, and how the engine hits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvtide.testing.engine_setup import EngineSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The groups of a model, the unit of hashes, and whether requests may resume inside blocks."""
+
+    groups: tuple[Group, ...]
+    hash_block_size: int = 4
+    partial_hits: bool = False
+
+    def setup(self, *, retention_units: int | None = None, **how: Any) -> EngineSetup:
+        """Return the setup of an engine that runs it; retention in units of saving."""
+        unit = math.lcm(*(group.block_size for group in self.groups))
+        return EngineSetup(
+            groups=self.groups,
+            hash_block_size=self.hash_block_size,
+            partial_hits=self.partial_hits,
+            retention_interval=None if retention_units is None else retention_units * unit,
+            **how,
+        )
+
+
+_FULL, _STATE = FullAttention(4), Mamba(8)
+_DRAFT = FullAttention(4, proof_tokens=4)
+
+MODELS = {
+    "full": Model((_FULL,)),
+    "full, two sizes": Model((_FULL, FullAttention(8))),
+    "window": Model((_FULL, SlidingWindow(4, window=6))),
+    "windows, two sizes": Model(
+        (FullAttention(8), SlidingWindow(4, window=5), SlidingWindow(4, window=13))
+    ),
+    "window alone": Model((SlidingWindow(4, window=9),)),
+    "local": Model((_FULL, ChunkedLocal(4, chunk_size=8))),
+    "state": Model((_FULL, Mamba(4))),
+    "state alone": Model((_STATE,)),
+    "window and state": Model((_FULL, SlidingWindow(4, window=6), _STATE)),
+    "state, cut blocks": Model((FullAttention(8), _STATE), partial_hits=True),
+    "state, two sizes, cut blocks": Model((_FULL, _STATE), hash_block_size=2, partial_hits=True),
+    "drafts": Model((_FULL, _DRAFT)),
+    "window and drafts": Model((_FULL, SlidingWindow(4, window=6), _DRAFT)),
+    "state and drafts": Model((_FULL, Mamba(4), _DRAFT)),
+    "state and drafts, cut blocks": Model(
+        (FullAttention(8), _STATE, FullAttention(8, proof_tokens=4)), partial_hits=True
+    ),
+}
+"""The first is the simplest: failing histories shrink to it where they can."""
+HYBRIDS = {name: model for name, model in MODELS.items() if not name.startswith("full")}
