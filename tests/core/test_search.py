@@ -72,7 +72,7 @@ def test_nothing_is_asked_twice_or_outside_the_hashes(case: Contents) -> None:
 def test_the_chunk_at_the_hit_is_present_under_the_name_that_travels(case: Contents) -> None:
     """Its last token lies at or after the hit and inside the chunk, for a state at the hit."""
     done = run_contents(case)
-    hit, tails = done.found
+    hit, tails, _ = done.found
     boundaries, where = case.boundaries, case.where
     if hit == where.start_token:
         assert tails == ()
@@ -195,7 +195,7 @@ def test_a_cut_chunk_of_full_attention_may_have_a_later_name() -> None:
     boundaries = Boundaries((FullAttention(64), Mamba(64)), 16, 16)
     present = {(0, 2), (1, 1)}
     done = Run(search(boundaries, SearchRange(0, 64, 4)), lambda *key: key in present)
-    assert done.found == Found(32, (48, 32))
+    assert done.found == Found(32, (48, 32), 48)
 
 
 def test_the_proof_is_matched_and_the_hit_ends_before_it() -> None:

@@ -182,6 +182,7 @@ class Saving:
                 prefix_id=tracker.prefix_id,
                 start_token=progress.scheduled_offset,
                 end_token=end,
+                shared_token=tracker.shared_token,
             )
             if planned.pinned_block_ids:
                 self._open(planned, progress)
@@ -276,6 +277,7 @@ class Saving:
             prefix_id=tracker.prefix_id,
             boundary=boundary,
             certain_span=certain_span,
+            shared_token=tracker.shared_token,
         )
         if not planned.pinned_block_ids:
             return []
