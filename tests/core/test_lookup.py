@@ -228,7 +228,7 @@ def test_the_names_of_cut_chunks_travel_with_the_hit() -> None:
     presence = Presence({ranks[0][0].key_for(hashes[2]), ranks[1][0].key_for(hashes[1])})
     query = LookupQuery(0, 4 * BLOCK, HashWindow(hashes))
     hit = drive(lookup(query, boundaries, ranks), presence)
-    assert hit == LookupHit(0, 2 * BLOCK, (3 * BLOCK, 2 * BLOCK))
+    assert hit == LookupHit(0, 2 * BLOCK, (3 * BLOCK, 2 * BLOCK), 3 * BLOCK)
 
 
 def test_a_hit_of_two_groups_ends_where_the_shorter_one_does() -> None:
