@@ -281,8 +281,8 @@ class PoolScheduler:
         saved_before = None
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
             # The next turn of a session, or resumed without a preemption notice.
-            if tracker.progress is not None:
-                saved_before = tracker.progress.saved_offset
+            assert tracker.progress is not None
+            saved_before = tracker.progress.saved_offset
             tracker.advance(RequestEvent.ARRIVED)
             tracker.adopt_next_prefix()
         tracker.advance(RequestEvent.SCHEDULED)
