@@ -160,8 +160,7 @@ def owing() -> Desk:
     """A request of 20 tokens whose boundary at 16 was handed off before its proof was computed."""
     desk = Desk(DRAFTS, 20)
     assert desk.publish(HandOff(1, 30, 16), certain=16) == [16]
-    assert desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0) is not None
-    assert desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0) is None
+    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
     return desk
 
 
@@ -181,8 +180,7 @@ def test_a_proof_that_a_store_job_covers_is_not_saved_by_itself() -> None:
     desk = owing()
     desk.view.block_hashes += fake_hashes(4)
     assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 16), 0.0) == []
-    planned = desk.saving.emit(desk.tracker, desk.scheduled(16, 16), 0.0)
-    assert planned is not None
+    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(16, 16), 0.0)
     assert isinstance(planned.job, StoreJob)
     assert planned.job.first_chunks == (1, 0, 1)
 
@@ -200,8 +198,7 @@ def test_a_decoder_starts_where_the_prefill_could_not_be_saved_yet() -> None:
     """The last unit of a prompt waits for its proof, which is decoded."""
     drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
     prefiller = Desk(drafts, 32, policy=SavePolicy(prefill=True, decode=False))
-    planned = prefiller.saving.emit(prefiller.tracker, prefiller.scheduled(0, 32), 0.0)
-    assert planned is not None
+    [planned] = prefiller.saving.emit(prefiller.tracker, prefiller.scheduled(0, 32), 0.0)
     assert isinstance(planned.job, StoreJob)
     decoder = Desk(drafts, 32, num_computed=28, policy=SavePolicy(prefill=False, decode=True))
     assert decoder.tracker.progress is not None
@@ -212,8 +209,6 @@ def test_the_first_jobs_proof_counts_against_the_budget() -> None:
     """Of two groups with four blocks to pin: one unit and its proof, not two units and theirs."""
     drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
     desk = Desk(drafts, 32, max_pinned_blocks=4)
-    planned = desk.saving.emit(desk.tracker, desk.scheduled(0, 32), 0.0)
-    assert planned is not None
+    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(0, 32), 0.0)
     assert len(planned.pinned_block_ids) == 3
-    assert desk.saving.emit(desk.tracker, desk.scheduled(0, 32), 0.0) is None
     assert repr(desk.saving) == "<Saving [1 jobs, 3 blocks pinned]>"

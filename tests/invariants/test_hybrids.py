@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
+from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.jobs import BoundaryJob
 from kvtide.core.saving import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
@@ -54,6 +54,12 @@ def stored_keys(store: MemoryStore) -> set[str]:
     return set(store._values)
 
 
+def matched_ends(group: Group, boundary: int) -> list[int]:
+    """Where the chunks end that a boundary matches; it may cut the last one."""
+    cut = boundary + group.proof_tokens
+    return [min((chunk + 1) * group.block_size, cut) for chunk in group.matched(boundary)]
+
+
 def matched_keys(engine: ScriptedEngine, request: EngineRequest) -> set[str]:
     """The keys that a request which goes on from this one may ask for, as far as they are known.
 
@@ -66,7 +72,7 @@ def matched_keys(engine: ScriptedEngine, request: EngineRequest) -> set[str]:
         database.key_for(hashes[end_token // setup.hash_block_size - 1])
         for boundary in range(setup.alignment, known_tokens + 1, setup.alignment)
         for group_id, group in enumerate(setup.groups)
-        for _, end_token in group.matched_ends(boundary)
+        for end_token in matched_ends(group, boundary)
         if end_token <= known_tokens
         for database in databases[group_id]
     }
