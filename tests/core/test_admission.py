@@ -8,7 +8,7 @@ from kvtide.core.admission import Admission, AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention
+from kvtide.core.groups import FullAttention, Mamba
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.requests import RequestTracker
 from kvtide.testing.lookups import ManualLookups
@@ -31,13 +31,14 @@ class House:
         immediate: bool = True,
         num_tokens: int = 20 * 16 + 1,
         local: int = 0,
+        coordinator: Coordinator = COORDINATOR,
         **limits: Any,
     ) -> None:
         self.present = {DATABASE.key_for(value) for value in HASHES[:stored]}
-        self.lookups = ManualLookups(COORDINATOR, self.exists, immediate=immediate)
+        self.lookups = ManualLookups(coordinator, self.exists, immediate=immediate)
         self.counters: Counter[str] = Counter()
         self.admission = Admission(
-            COORDINATOR, self.lookups, AdmissionLimits(**limits), self.counters
+            coordinator, self.lookups, AdmissionLimits(**limits), self.counters
         )
         self.view = RecordingRequest(
             num_tokens=num_tokens, hashes=HASHES[: num_tokens // 16], local_hit_tokens=local
@@ -226,3 +227,66 @@ def test_a_request_that_is_dropped_cancels_its_lookup() -> None:
     assert house.lookups.submitted == {}
     assert house.admission.num_inquiries == house.admission.num_loads == 0
     assert repr(house.admission) == "<Admission [0 inquiries, 0 loads]>"
+
+
+# ------------------------------------------------------------------ hits that cannot be shortened
+
+STATES = Coordinator((FullAttention(16), Mamba(16)), 16)
+
+
+def states_at(house: House, *boundaries: int) -> None:
+    """Let the store hold the states after so many tokens."""
+    database = STATES.databases("ns", range(1))[1][0]
+    house.present |= {database.key_for(HASHES[token // 16 - 1]) for token in boundaries}
+
+
+def test_a_budget_below_the_hit_asks_for_the_best_hit_below_it() -> None:
+    """With a state at 64 and at 160, a hit of 160 that is cut to 100 tokens is one of 64."""
+    house = House(12, coordinator=STATES, max_load_tokens=100)
+    states_at(house, 64, 160)
+    house.arrive()
+    assert house.match() is None
+    assert house.match() == 64
+    assert house.admission.granted("r", 64) == (0, 64, ())
+    assert house.counters["lookups"] == 2
+
+
+def test_a_budget_that_shrinks_again_is_a_miss_for_now() -> None:
+    """One more lookup for a bound, not one for each: the next question may be answered."""
+    house = House(12, coordinator=STATES, max_load_tokens=100)
+    states_at(house, 64, 160)
+    house.arrive()
+    assert house.match() is None
+    house.admission.load_started("other", 50)
+    assert house.match() == 0
+    assert house.admission.granted("r", 0) is None
+
+
+def test_no_budget_at_all_is_a_miss_without_a_lookup() -> None:
+    """There is no boundary to look for."""
+    house = House(12, coordinator=STATES, max_load_tokens=100)
+    states_at(house, 160)
+    house.arrive()
+    house.admission.load_started("other", 95)
+    assert house.match() == 0
+    assert house.counters["lookups"] == 1
+
+
+def test_waiting_for_the_bounded_lookup_counts_as_waiting_for_the_first() -> None:
+    """The engine is put off for ``lookup_wait_s`` in all."""
+    house = House(12, coordinator=STATES, immediate=False, max_load_tokens=100, lookup_wait_s=1.0)
+    states_at(house, 160)
+    house.arrive()
+    assert house.match(now_s=0.0) is None
+    house.lookups.answer_all()
+    assert house.match(now_s=0.9) is None
+    assert house.match(now_s=1.0) == 0
+
+
+def test_a_gap_below_a_hit_that_cannot_be_shortened_is_looked_up_with_all_above_it() -> None:
+    """The end of the gap may be no boundary to resume at; the hit behind it still is."""
+    house = House(12, local=64, coordinator=STATES)
+    states_at(house, 160)
+    house.arrive()
+    assert house.match(32) is None
+    assert house.match(32) == 160 - 32

@@ -91,6 +91,18 @@ def test_the_fast_keys_equal_the_reference(
     assert slow == fast
 
 
+def test_the_last_key_of_a_range_may_be_that_of_a_cut_chunk() -> None:
+    """Where the last chunk is stored in part, the hash at its last token names it."""
+    db = database(64, 16)
+    hashes = fake_hashes(12)
+    packed = BlockHashes.pack(hashes)
+    whole = [db.key_for(hashes[index]) for index in (3, 7, 11)]
+    assert db.keys(packed, range(3), 192) == db.keys(packed, range(3)) == whole
+    assert db.keys(packed, range(3), 160) == [*whole[:2], db.key_for(hashes[9])]
+    assert db.keys(packed, range(2, 3), 144) == [db.key_for(hashes[8])]
+    assert db.keys(packed, range(3, 3), 144) == []
+
+
 def test_a_block_must_be_whole_hash_blocks() -> None:
     """A group whose block is no multiple of the hash block cannot be named by hashes."""
     with pytest.raises(ValueError, match="multiple"):

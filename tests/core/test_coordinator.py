@@ -40,7 +40,7 @@ def stored_chunks(
     coordinator: Coordinator, end_token: int, num_prompt_tokens: int | None
 ) -> list[set[int]]:
     """Return per group the chunks stored of a whole request, states by the engine's hand-offs."""
-    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    runs = coordinator.stored_runs(0, end_token, coordinator.kept_boundaries(num_prompt_tokens))
     stored = [set(itertools.chain(*each)) for each in runs]
     for group, chunks in zip(coordinator.groups, stored, strict=True):
         if group.is_state:
@@ -58,7 +58,7 @@ def test_every_stored_chunk_can_be_asked_for(
 ) -> None:
     """Some boundary that is kept matches it, and no chunk that one matches is left out."""
     end_token = units * coordinator.lcm_block_size
-    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    runs = coordinator.stored_runs(0, end_token, coordinator.kept_boundaries(num_prompt_tokens))
     far = end_token + 40 * coordinator.lcm_block_size
     for group, each in zip(coordinator.groups, runs, strict=True):
         if group.is_state:
@@ -113,10 +113,12 @@ def test_consecutive_saves_store_what_one_would(
     parts: list[list[int]] = [[] for _ in coordinator.groups]
     for start, end in itertools.pairwise(cuts):
         for chunks, runs in zip(
-            parts, coordinator.stored_runs(start, end, num_prompt_tokens), strict=True
+            parts,
+            coordinator.stored_runs(start, end, coordinator.kept_boundaries(num_prompt_tokens)),
+            strict=True,
         ):
             chunks.extend(itertools.chain(*runs))
-    whole = coordinator.stored_runs(0, cuts[-1], num_prompt_tokens)
+    whole = coordinator.stored_runs(0, cuts[-1], coordinator.kept_boundaries(num_prompt_tokens))
     assert parts == [list(itertools.chain(*runs)) for runs in whole]
 
 
@@ -153,7 +155,7 @@ def test_masks_and_runs_say_the_same(
 ) -> None:
     """Where there is neither a proof nor a state."""
     end_token = units * coordinator.lcm_block_size
-    runs = coordinator.stored_runs(0, end_token, num_prompt_tokens)
+    runs = coordinator.stored_runs(0, end_token, coordinator.kept_boundaries(num_prompt_tokens))
     for group, mask, each in zip(
         coordinator.groups, masks(coordinator, 0, end_token, num_prompt_tokens), runs, strict=True
     ):
@@ -200,8 +202,8 @@ def test_a_unit_is_saved_once_its_proof_is_there() -> None:
     """The draft model's group reaches one block further than the others."""
     draft = Coordinator((FullAttention(32), SlidingWindow(16, 17, proof_tokens=16)), 16)
     assert [draft.savable_token(n) for n in (0, 32, 47, 48, 80)] == [0, 0, 0, 32, 64]
-    assert draft.stored_runs(0, 64, None) == [[range(2)], [range(1, 5)]]
-    assert draft.stored_runs(32, 64, None) == [[range(1, 2)], [range(3, 5)]]
+    assert draft.stored_runs(0, 64) == [[range(2)], [range(1, 5)]]
+    assert draft.stored_runs(32, 64) == [[range(1, 2)], [range(3, 5)]]
     assert draft.max_proof_tokens == draft.whole_proof_tokens == 16
 
 
@@ -226,9 +228,9 @@ def test_a_boundary_put_and_the_units_before_it_are_all_that_resuming_needs(
     saved = coordinator.aligned(boundary)
     stored: list[set[int]] = [set() for _ in coordinator.groups]
     if saved:
-        runs = coordinator.stored_runs(0, saved, num_prompt_tokens)
+        runs = coordinator.stored_runs(0, saved, coordinator.kept_boundaries(num_prompt_tokens))
         stored = [set(itertools.chain(*each)) for each in runs]
-    needed = coordinator.boundary_chunks(boundary, num_prompt_tokens)
+    needed = coordinator.boundary_chunks(boundary, coordinator.kept_boundaries(num_prompt_tokens))
     for group, have, puts in zip(coordinator.groups, stored, needed, strict=True):
         if group.is_state:
             assert puts == []
@@ -244,7 +246,9 @@ def test_a_boundary_put_and_the_units_before_it_are_all_that_resuming_needs(
 def test_no_unit_stores_more_chunks_than_is_said(coordinator: Coordinator, units: int) -> None:
     """The bound that a job is cut by."""
     unit = coordinator.lcm_block_size
-    runs = coordinator.stored_runs(units * unit, (units + 1) * unit, (units + 1) * unit + 1)
+    runs = coordinator.stored_runs(
+        units * unit, (units + 1) * unit, coordinator.kept_boundaries((units + 1) * unit + 1)
+    )
     extra = sum(group.proof_tokens // group.block_size for group in coordinator.groups)
     num_chunks = sum(len(run) for each in runs for run in each)
     assert num_chunks <= coordinator.max_stored_per_unit + (extra if units == 0 else 0)

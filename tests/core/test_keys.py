@@ -42,6 +42,7 @@ def test_a_blob_and_a_window_give_the_same_hexes(indices: range) -> None:
     expected = [hashes[i].hex() for i in indices]
     assert blob.hexes(indices) == expected
     assert window.hexes(indices) == expected
+    assert blob.hexes(list(indices)) == window.hexes(tuple(indices)) == expected
 
 
 def test_indexes_are_absolute_and_nothing_below_the_range_can_be_read() -> None:

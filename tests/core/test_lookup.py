@@ -1,6 +1,8 @@
 """The lookup: the longest prefix that all ranks hold, asking as few keys as possible."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -8,11 +10,13 @@ from hypothesis import strategies as st
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention
+from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
-from kvtide.core.probes import FIRST_PROBE_KEYS, Boundaries
+from kvtide.core.probes import FIRST_PROBE_KEYS
+from kvtide.core.search import Boundaries
 from kvtide.testing.requests import fake_hashes
+from tests.core.models import Contents, contents, longest_hit
 
 BLOCK = 16
 
@@ -155,6 +159,76 @@ def test_the_first_rank_decides_how_far_the_others_are_asked() -> None:
     presence = Presence(set())
     run(presence, fake_hashes(500), num_ranks=8)
     assert presence.num_asked == FIRST_PROBE_KEYS
+
+
+@given(contents(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_kind_of_group_needs_all_of_its_ranks(
+    case: Contents, num_ranks: int, random: Random
+) -> None:
+    """The hit is that of a store which has only what every rank has; no key is asked twice."""
+    groups, unit = case.boundaries.groups, case.boundaries.hash_block_size
+    ranks = [
+        [
+            ChunkedTokenDatabase(f"{number}/{rank}", group.block_size, unit)
+            for rank in range(num_ranks)
+        ]
+        for number, group in enumerate(groups)
+    ]
+    hashes = fake_hashes(case.where.num_hashes)
+    gone = {
+        (number, rank, index)
+        for number, index in case.present
+        for rank in range(num_ranks)
+        if random.random() < 0.05
+    }
+    everywhere = {
+        (number, index)
+        for number, index in case.present
+        if not any((number, rank, index) in gone for rank in range(num_ranks))
+    }
+    presence = Presence(
+        {
+            ranks[number][rank].key_for(hashes[index])
+            for number, index in case.present
+            for rank in range(num_ranks)
+            if (number, rank, index) not in gone
+        }
+    )
+    start_token, end_token = case.where.start_token, case.where.end_token
+    first = start_token // unit
+    window = HashWindow(hashes[first:], first=first)
+    query = LookupQuery(start_token, end_token, window)
+    hit = drive(lookup(query, case.boundaries, ranks), presence)
+    assert hit.hit_token == longest_hit(replace(case, present=frozenset(everywhere)))
+    asked = [key for keys in presence.asked for key in keys]
+    assert len(set(asked)) == len(asked)
+
+
+def test_sentinels_are_chunks_of_full_attention() -> None:
+    """Windows and states below a local hit are no use to anybody: they may be gone."""
+    hashes = fake_hashes(8)
+    ranks = [[ChunkedTokenDatabase(f"{number}", BLOCK, BLOCK)] for number in range(2)]
+    presence = Presence({ranks[1][0].key_for(hashes[0])})
+    for groups, sentinels in (
+        ((SlidingWindow(BLOCK, 64), FullAttention(BLOCK)), [[ranks[1][0].key_for(hashes[0])]]),
+        ((SlidingWindow(BLOCK, 64), Mamba(BLOCK)), []),
+    ):
+        presence.asked.clear()
+        query = LookupQuery(4 * BLOCK, 4 * BLOCK, HashWindow((), first=4), (hashes[0],))
+        hit = drive(lookup(query, Boundaries(groups, BLOCK, BLOCK), ranks), presence)
+        assert hit == LookupHit(4 * BLOCK, 4 * BLOCK)
+        assert presence.asked == sentinels
+
+
+def test_the_names_of_cut_chunks_travel_with_the_hit() -> None:
+    """The worker cannot know under which of its hashes a part of a chunk was stored."""
+    hashes = fake_hashes(4)
+    ranks = [[ChunkedTokenDatabase(f"{number}", 4 * BLOCK, BLOCK)] for number in range(2)]
+    boundaries = Boundaries((FullAttention(4 * BLOCK), Mamba(4 * BLOCK)), BLOCK, BLOCK)
+    presence = Presence({ranks[0][0].key_for(hashes[2]), ranks[1][0].key_for(hashes[1])})
+    query = LookupQuery(0, 4 * BLOCK, HashWindow(hashes))
+    hit = drive(lookup(query, boundaries, ranks), presence)
+    assert hit == LookupHit(0, 2 * BLOCK, (3 * BLOCK, 2 * BLOCK), 3 * BLOCK)
 
 
 def test_a_hit_of_two_groups_ends_where_the_shorter_one_does() -> None:

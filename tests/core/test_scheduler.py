@@ -11,11 +11,20 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention
-from kvtide.core.jobs import JobEnd, JobReport, StepPlan, StoreJob, unpack_block_ids
+from kvtide.core.groups import FullAttention, Mamba
+from kvtide.core.jobs import (
+    BoundaryJob,
+    BoundaryPut,
+    JobEnd,
+    JobReport,
+    StepPlan,
+    StoreJob,
+    unpack_block_ids,
+)
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
+from kvtide.core.transfer import HandOff
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 
@@ -674,3 +683,64 @@ def test_a_load_counts_as_failed_from_the_earliest_token_of_any_rank() -> None:
     assert bench.scheduler.match(other, 0, 0.0) == 32
     assert bench.scheduler.match(view, 0, 0.0) == 32
     assert bench.scheduler.counters["failed_loads"] == 1
+
+
+# ------------------------------------------------------------------ states of a request that ends
+
+
+def state_bench() -> tuple[PoolScheduler, RecordingRequest]:
+    """A scheduler of a model with states, and a request that is computing."""
+    coordinator = Coordinator((FullAttention(BLOCK), Mamba(BLOCK)), BLOCK)
+    scheduler = PoolScheduler(
+        coordinator,
+        ManualLookups(coordinator, lambda keys: [False] * len(keys)),
+        limits=SaveLimits(100, 1 << 20),
+    )
+    view = request(40, tables=[[1, 2, 3], [0, 0, 9]])
+    scheduler.on_new_request(view, "ns", 0.0)
+    scheduler.step(StepEvents((), [Scheduled(view, 0, 20, True)]), 0.0)
+    return scheduler, view
+
+
+def test_a_state_left_by_a_request_that_ends_goes_out_with_the_next_step() -> None:
+    """Its block is pinned at once: the engine is about to free it."""
+    scheduler, view = state_bench()
+    assert scheduler.on_finishing(view, [HandOff(1, 9, 32)], 32, 0.0) == [9]
+    assert scheduler.num_pinned_blocks == 2
+    scheduler.on_finished("r")
+    (job,) = scheduler.step(StepEvents(), 0.0).plan.stores
+    assert isinstance(job, BoundaryJob)
+    assert job.puts == (BoundaryPut(1, 1, 32, 9),)
+    assert not scheduler.step(StepEvents(), 0.0).plan.stores
+    report = JobReport()
+    report.end(job.job_id, JobEnd.STORED)
+    assert scheduler.on_report(report, 0.0) == [9]
+
+
+def test_a_request_without_a_name_leaves_no_state() -> None:
+    """Unknown, or one that neither saves nor loads."""
+    scheduler, view = state_bench()
+    scheduler.reset(lambda _: "other")
+    assert scheduler.on_finishing(view, [HandOff(1, 9, 32)], 32, 0.0) == []
+    scheduler.on_finished("r")
+    assert scheduler.on_finishing(view, [HandOff(1, 9, 32)], 32, 0.0) == []
+
+
+def test_a_states_job_is_emitted_before_what_is_saved_by_offset() -> None:
+    """An offer holds for its step only, and the budget may end in it."""
+    scheduler, view = state_bench()
+    events = StepEvents((), [Scheduled(view, 20, 20, False)], {"r": [HandOff(1, 9, 32)]})
+    first, second = scheduler.step(events, 0.0).plan.stores
+    assert isinstance(first, BoundaryJob)
+    assert isinstance(second, StoreJob)
+    assert (second.start_token, second.end_token) == (16, 32)
+
+
+@pytest.mark.parametrize("how", [{"namespace": None}, {"may_load": False}])
+def test_a_preempted_request_that_must_not_load_is_not_looked_up(how: dict[str, Any]) -> None:
+    """It computes again what it had."""
+    bench, view = Bench(), request(64)
+    bench.arrive(view, **how)
+    bench.step(prefill(view, 0, 64, first=True))
+    bench.step(preempted=[view])
+    assert bench.scheduler.counters["lookups"] == 0

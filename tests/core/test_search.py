@@ -59,20 +59,18 @@ def test_the_hit_is_the_longest_by_definition(case: Contents) -> None:
 
 @given(contents())
 def test_nothing_is_asked_twice_or_outside_the_hashes(case: Contents) -> None:
-    """Below the chunk where the engine's own hit ends, the hashes are not even known."""
+    """The hashes below the engine's own hit need not be read."""
     done = run_contents(case)
     assert len(set(done.asked)) == len(done.asked)
-    unit = case.boundaries.hash_block_size
-    for group_id, index in done.asked:
-        size = case.boundaries.groups[group_id].block_size
-        assert case.where.start_token // size * size // unit <= index < case.where.num_hashes
+    first = case.where.start_token // case.boundaries.hash_block_size
+    assert all(first <= index < case.where.num_hashes for _, index in done.asked)
 
 
 @given(contents())
 def test_the_chunk_at_the_hit_is_present_under_the_name_that_travels(case: Contents) -> None:
     """Its last token lies at or after the hit and inside the chunk, for a state at the hit."""
     done = run_contents(case)
-    hit, tails = done.found
+    hit, tails, _ = done.found
     boundaries, where = case.boundaries, case.where
     if hit == where.start_token:
         assert tails == ()
@@ -167,8 +165,18 @@ def test_states_alone_are_asked_in_growing_batches() -> None:
 
 def test_states_of_two_groups_meet_at_a_common_boundary() -> None:
     """One group's states at multiples of 3, the other's at multiples of 5: they meet at 990."""
-    has = lambda group_id, index: (index + 1) % (3, 5)[group_id] == 0  # noqa: E731
-    assert run((Mamba(16), Mamba(16)), 1000, has).found.hit_token == 990 * 16
+    states = (range(2, 1000, 3), range(4, 1000, 5))
+    done = run((Mamba(16), Mamba(16)), 1000, lambda group_id, index: index in states[group_id])
+    assert done.found.hit_token == 990 * 16
+
+
+def test_states_that_the_other_group_rules_out_are_not_asked() -> None:
+    """One group has a state at 100 alone: of the other, nothing between it and the end is asked."""
+    states = ({99, 998}, {99})
+    done = run((Mamba(16), Mamba(16)), 1000, lambda group_id, index: index in states[group_id])
+    assert done.found.hit_token == 100 * 16
+    assert done.batches[0] == (0, list(range(936, 1000)))
+    assert done.batches[-1] == (0, list(range(100)))
 
 
 def test_behind_a_whole_attention_chunk_local_attention_needs_nothing() -> None:
@@ -195,7 +203,7 @@ def test_a_cut_chunk_of_full_attention_may_have_a_later_name() -> None:
     boundaries = Boundaries((FullAttention(64), Mamba(64)), 16, 16)
     present = {(0, 2), (1, 1)}
     done = Run(search(boundaries, SearchRange(0, 64, 4)), lambda *key: key in present)
-    assert done.found == Found(32, (48, 32))
+    assert done.found == Found(32, (48, 32), 48)
 
 
 def test_the_proof_is_matched_and_the_hit_ends_before_it() -> None:

@@ -14,8 +14,9 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.stores import open_store
 from kvtide.stores.base import Store
-from kvtide.testing import EngineSetup, Fault, FaultKind, FaultyStore, ScriptedEngine
+from kvtide.testing import Fault, FaultKind, FaultyStore, ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
+from tests.engine_models import MODELS
 
 MAX_STEPS = 100_000
 """Bounds every wait: reached only where something hangs that must not."""
@@ -44,17 +45,17 @@ def drain(engine: ScriptedEngine) -> None:
     check_idle(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["full", "window and state", "state, cut blocks", "drafts"])
 def test_random_requests_compute_on_right_bytes_whatever_the_threads_do(
-    store: Store, seed: int
+    store: Store, name: str
 ) -> None:
     """Arrivals, aborts and a small cache; values that vanish or are bad, puts refused."""
-    draw = random.Random(seed)
+    draw = random.Random(name)
     faulty = FaultyStore(store)
-    setup = EngineSetup(
-        num_blocks=24,
+    setup = MODELS[name].setup(
+        num_blocks=24 if name == "full" else 40,
         num_ranks=2,
-        num_drafts=seed % 2 * 2,
+        num_drafts=draw.choice([0, 2]),
         threaded=True,
         lookup_timeout_s=30.0,
         delays=Delays(0.001, 0.01),

@@ -107,10 +107,11 @@ class Coordinator:
         ``None`` means all of them. Both ends are multiples of ``lcm_block_size``.
         ``num_prompt_tokens`` is where the prompt ends, for retention that keeps more there.
         """
+        kept = self.kept_boundaries(num_prompt_tokens)
         masks: list[list[bool] | None] = []
         for group in self.groups:
             chunks = range(start_token // group.block_size, aligned_token_len // group.block_size)
-            runs = self._reachable_runs(group, chunks, num_prompt_tokens)
+            runs = self._reachable_runs(group, chunks, kept)
             if runs == [chunks] or not chunks:
                 masks.append(None)
                 continue
@@ -120,14 +121,28 @@ class Coordinator:
             masks.append(mask)
         return masks
 
+    def kept_boundaries(
+        self, num_prompt_tokens: int | None, shared_tokens: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return the boundaries kept beside the regular ones: the prompt's, and shared prefixes'.
+
+        ``shared_tokens`` are where requests were seen to part that begin alike: ``()`` or more.
+        """
+        if self.retention_interval is None:
+            return ()
+        has_proof = self.max_proof_tokens > 0
+        replayed = self._retention.replayed(num_prompt_tokens, has_proof=has_proof)
+        shared = (self.aligned(token) for token in shared_tokens)
+        return (*replayed, *(boundary for boundary in shared if boundary))
+
     def stored_runs(
-        self, start_token: int, end_token: int, num_prompt_tokens: int | None
+        self, start_token: int, end_token: int, kept: Sequence[int] = ()
     ) -> list[list[range]]:
         """Return per group the runs of chunks to store when saving ``[start_token, end_token)``.
 
         Both ends are multiples of ``lcm_block_size``; a group's proof beyond them is included, and
-        what the range before included already is not. State groups have none: their blocks are
-        named by the engine alone.
+        what the range before included already is not. ``kept`` are :meth:`kept_boundaries`. State
+        groups have none: their blocks are named by the engine alone.
         """
         runs: list[list[range]] = []
         for group in self.groups:
@@ -137,7 +152,7 @@ class Coordinator:
             proof = group.proof_tokens // group.block_size
             first = start_token // group.block_size + (proof if start_token else 0)
             chunks = range(first, end_token // group.block_size + proof)
-            runs.append(self._reachable_runs(group, chunks, num_prompt_tokens))
+            runs.append(self._reachable_runs(group, chunks, kept))
         return runs
 
     def savable_token(self, num_certain_tokens: int) -> int:
@@ -172,7 +187,7 @@ class Coordinator:
         return num_chunks
 
     def boundary_chunks(
-        self, boundary: int, num_prompt_tokens: int | None
+        self, boundary: int, kept: Sequence[int] = ()
     ) -> list[list[tuple[int, int]]]:
         """Return per group what resuming at ``boundary`` needs beside what saving its units stores.
 
@@ -190,14 +205,12 @@ class Coordinator:
             matched = group.matched(boundary)
             saved_stop = (saved_token + group.proof_tokens) // size if saved_token else 0
             saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
-            stored = self._reachable_runs(group, saved, num_prompt_tokens)
+            stored = self._reachable_runs(group, saved, kept)
             missing = _without(matched, stored)
             needed.append([(chunk, min((chunk + 1) * size, end_token)) for chunk in missing])
         return needed
 
-    def _reachable_runs(
-        self, group: Group, chunks: range, num_prompt_tokens: int | None
-    ) -> list[range]:
+    def _reachable_runs(self, group: Group, chunks: range, kept: Sequence[int]) -> list[range]:
         """Return the chunks that some boundary asks for, as ascending runs.
 
         Whether a chunk is among them does not depend on where ``chunks`` begin or end: a chunk is
@@ -207,8 +220,7 @@ class Coordinator:
             return [chunks] if chunks else []
         step = self.lcm_block_size if group.ignores_retention else self._retention.step
         wanted = list(_runs_of_multiples(group, chunks, step))
-        has_proof = self.max_proof_tokens > 0
-        for boundary in self._retention.replayed(num_prompt_tokens, has_proof=has_proof):
+        for boundary in kept:
             matched = group.matched(boundary)
             first, stop = max(matched.start, chunks.start), min(matched.stop, chunks.stop)
             if first < stop:

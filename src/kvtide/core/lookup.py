@@ -42,13 +42,15 @@ class LookupHit:
     """The answer: the store holds what resuming at ``hit_token`` needs beyond ``start_token``.
 
     ``hit_token`` equals ``start_token`` on a miss. ``tail_tokens`` says per group which hash names
-    the chunk that ends at the hit (empty: the one at the hit, for all). ``sentinels_present`` is
-    False where a chunk that the engine holds is missing in the store.
+    the chunk that ends at the hit (empty: the one at the hit, for all). ``common_token`` is how far
+    the prefix is stored, if only some groups have what resuming there needs; 0 where that is not
+    known. ``sentinels_present`` is False where a chunk that the engine holds is missing.
     """
 
     start_token: int
     hit_token: int
     tail_tokens: tuple[int, ...] = ()
+    common_token: int = 0
     sentinels_present: bool = True
 
 
@@ -77,7 +79,7 @@ def lookup(
         sentinel_keys = []
     if sentinel_keys:
         sentinels_present = all((yield sentinel_keys))
-    return LookupHit(query.start_token, found.hit_token, found.tail_tokens, sentinels_present)
+    return LookupHit(query.start_token, *found, sentinels_present)
 
 
 def _sentinel_keys(

@@ -123,8 +123,8 @@ class ForwardProbe(Probe):
         if self._boundaries.alignment >= self.group.block_size:
             return 0
         ratio = self.hashes_per_chunk
-        first = chunk * ratio
-        inside = range(first, min(first + ratio - 1, limit_token // self._unit))
+        first = max(chunk * ratio, self._where.start_token // self._unit)
+        inside = range(first, min((chunk + 1) * ratio - 1, limit_token // self._unit))
         if not inside:
             return 0
         answers = yield Ask(self.group_id, inside)

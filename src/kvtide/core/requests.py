@@ -140,6 +140,8 @@ class RequestTracker:
     """The prefix to use from the next admission on, after the weights changed."""
     progress: SaveProgress | None = None
     """``None`` until the engine first schedules this life of the request."""
+    shared_token: int = 0
+    """Up to here others began alike, but nobody left all that resuming there needs; 0: unknown."""
     repair: bool = False
     """The store lacks part of what the engine holds: the first job starts at 0."""
     holds_loaded: bool = False

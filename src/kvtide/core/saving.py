@@ -158,7 +158,8 @@ class Saving:
             start = 0
             self._counters["repairs"] += 1
         if not self.policy.prefill:
-            start = max(start, tracker.num_admitted_tokens)
+            # Whoever saves the prefill leaves what waits for its proof, which is decoded.
+            start = max(start, self._coordinator.savable_token(tracker.num_admitted_tokens))
         offset = self._coordinator.aligned(start)
         tracker.progress = SaveProgress(
             offset,
@@ -182,6 +183,7 @@ class Saving:
                 prefix_id=tracker.prefix_id,
                 start_token=progress.scheduled_offset,
                 end_token=end,
+                shared_token=tracker.shared_token,
             )
             if planned.pinned_block_ids:
                 self._open(planned, progress)
@@ -217,9 +219,12 @@ class Saving:
 
         An offer holds for one step: what the budget or a back-off forbids now is lost, and counted.
         """
+        progress = tracker.progress
+        if progress is None:
+            return []
         by_boundary: dict[int, list[HandOff]] = {}
         for hand_off in hand_offs:
-            if self._is_to_be_saved(tracker, hand_off.boundary):
+            if self._is_to_be_saved(tracker, progress, hand_off.boundary):
                 by_boundary.setdefault(hand_off.boundary, []).append(hand_off)
         planned_jobs: list[PlannedStore] = []
         for boundary, states in sorted(by_boundary.items()):
@@ -227,9 +232,8 @@ class Saving:
                 tracker, view, states, boundary, (0, num_certain_tokens), now_s
             )
             planned_jobs.extend(planned)
-            progress = tracker.progress
             is_short = boundary + self._coordinator.max_proof_tokens > num_certain_tokens
-            if planned and is_short and progress is not None:
+            if planned and is_short:
                 progress.owed_proofs[boundary] = num_certain_tokens
         return planned_jobs
 
@@ -241,7 +245,8 @@ class Saving:
         Where the request goes on so far that a store job covers the proof, there is none.
         """
         progress = tracker.progress
-        if progress is None or not progress.owed_proofs:
+        assert progress is not None
+        if not progress.owed_proofs:
             return []
         certain = self.certain_token(tracker, scheduled)
         planned_jobs: list[PlannedStore] = []
@@ -276,6 +281,7 @@ class Saving:
             prefix_id=tracker.prefix_id,
             boundary=boundary,
             certain_span=certain_span,
+            shared_token=tracker.shared_token,
         )
         if not planned.pinned_block_ids:
             return []
@@ -286,12 +292,11 @@ class Saving:
         self._counters["boundary_jobs"] += 1
         return [planned]
 
-    def _is_to_be_saved(self, tracker: RequestTracker, boundary: int) -> bool:
+    def _is_to_be_saved(
+        self, tracker: RequestTracker, progress: SaveProgress, boundary: int
+    ) -> bool:
         """Tell whether this role saves the tokens before ``boundary``, and did not load them."""
-        progress = tracker.progress
-        if progress is None or boundary <= progress.first_token:
-            return False
-        if boundary % self._coordinator.alignment:
+        if boundary <= progress.first_token or boundary % self._coordinator.alignment:
             return False
         is_prefill = boundary <= tracker.num_admitted_tokens
         return self.policy.prefill if is_prefill else self.policy.decode

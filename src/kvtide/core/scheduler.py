@@ -159,6 +159,14 @@ class PoolScheduler:
         namespace = self._prefixes.name_of(tracker.prefix_id)
         return self._admission.match(view, tracker, namespace, num_computed_tokens, now_s)
 
+    def shared_token(self, request_id: str) -> int:
+        """Return up to where others began like this request, if a hit there lacks something.
+
+        An engine that computes the request does well to leave its states there. 0: nowhere.
+        """
+        tracker = self._trackers.get(request_id)
+        return tracker.shared_token if tracker is not None else 0
+
     def on_allocated(self, view: RequestView, num_external_tokens: int) -> None:
         """Plan the load of what the engine granted, which may be less than was promised."""
         granted = self._admission.granted(view.request_id, num_external_tokens)
@@ -273,8 +281,8 @@ class PoolScheduler:
         saved_before = None
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
             # The next turn of a session, or resumed without a preemption notice.
-            if tracker.progress is not None:
-                saved_before = tracker.progress.saved_offset
+            assert tracker.progress is not None
+            saved_before = tracker.progress.saved_offset
             tracker.advance(RequestEvent.ARRIVED)
             tracker.adopt_next_prefix()
         tracker.advance(RequestEvent.SCHEDULED)

@@ -40,10 +40,13 @@ class Found(NamedTuple):
     ``tail_tokens`` says per group which hash names the chunk that ends there: the one at that
     token, which lies at or after the hit and inside the chunk. Empty: the one at the hit, for all.
     Nothing is found where ``hit_token`` is the token at which the search started.
+    ``common_token`` is the last boundary that the downward-closed groups allow, where that lies
+    beyond the hit because the others lack something; else 0.
     """
 
     hit_token: int
-    tail_tokens: tuple[int, ...]
+    tail_tokens: tuple[int, ...] = ()
+    common_token: int = 0
 
 
 Search: TypeAlias = "Generator[Ask, Sequence[bool], Found]"
@@ -67,6 +70,7 @@ def search(
             hit = yield from probe.settle(hit)
         else:
             hit = min(hit, probe.cover(covered_token))
+    common = hit
     for follower in backward:
         follower.is_likely = bool(forward)
     backward.sort(key=lambda probe: len(probe.group.matched(hit)))
@@ -79,7 +83,8 @@ def search(
     probes = sorted([*forward, *backward], key=lambda probe: probe.group_id)
     tails = tuple(probe.tail_token(hit) for probe in probes)
     is_cut = any(tail != hit for tail in tails)
-    return Found(hit, tails if is_cut and hit > where.start_token else ())
+    is_found = hit > where.start_token
+    return Found(hit, tails if is_cut and is_found else (), common if common > hit else 0)
 
 
 def _probes(

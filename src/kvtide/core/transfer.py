@@ -38,6 +38,10 @@ class RequestView(Protocol):
         """The tokens the request came with."""
 
     @property
+    def shared_token(self) -> int:
+        """Up to here the engine's own cache shows a prefix that some groups lack; 0: nothing."""
+
+    @property
     def num_hashes(self) -> int:
         """The hash blocks that exist now; only accepted tokens are hashed."""
 
@@ -87,11 +91,13 @@ def plan_store(
     prefix_id: int,
     start_token: int,
     end_token: int,
+    shared_token: int = 0,
 ) -> PlannedStore:
     """Plan the store of ``[start_token, end_token)``, both multiples of ``lcm_block_size``.
 
-    What the store mask leaves out becomes null, like what the engine has freed. Nulls stay in the
-    job (the worker skips them) and are not pinned.
+    ``shared_token`` is one more token to resume at, see ``RequestTracker``. What the store mask
+    leaves out becomes null, like what the engine has freed. Nulls stay in the job (the worker skips
+    them) and are not pinned.
     """
     unit = coordinator.hash_block_size
     pinned: list[int] = []
@@ -99,7 +105,8 @@ def plan_store(
     first_chunks: list[int] = []
     tables: list[bytes] = []
     end_hash = end_token // unit
-    all_runs = coordinator.stored_runs(start_token, end_token, view.num_prompt_tokens)
+    kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
+    all_runs = coordinator.stored_runs(start_token, end_token, kept)
     for group_id, runs in enumerate(all_runs):
         table: Sequence[int] = ()
         first = 0
@@ -140,6 +147,7 @@ def plan_boundary(
     prefix_id: int,
     boundary: int,
     certain_span: tuple[int, int],
+    shared_token: int = 0,
 ) -> PlannedStore:
     """Plan what beside store jobs is needed to resume at ``boundary``: its ``states``, cut chunks.
 
@@ -158,7 +166,8 @@ def plan_boundary(
         if state.block_id != NULL_BLOCK_ID
     ]
     num_null = len(states) - len(puts)
-    needed = coordinator.boundary_chunks(boundary, view.num_prompt_tokens)
+    kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
+    needed = coordinator.boundary_chunks(boundary, kept)
     for group_id, chunks in enumerate(needed):
         if not chunks:
             continue

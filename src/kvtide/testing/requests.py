@@ -43,6 +43,7 @@ class RecordingRequest:
         default = [list(range(1, len(self.block_hashes) + 1))]
         self.tables = [list(table) for table in tables or default]
         self.local_hit_tokens = local_hit_tokens
+        self.shared_token = 0
         self.cached_blocks: set[int] = set()
         """Blocks that somebody else may be reading."""
         self.hash_reads: list[range] = []

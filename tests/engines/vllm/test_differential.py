@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.engines.vllm.differential_eagle import Cause, Held, classify
 from tests.engines.vllm.differential_oracle import Oracle
 
 NUM_CASES = 20_000
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class Decisions:
@@ -210,8 +212,13 @@ def test_with_a_draft_model_every_other_hit_has_a_known_cause() -> None:
         who = "kvtide" if kvtide.hit > theirs else "vLLM"
         tally[f"{who} finds more: {cause.value}"] += 1
     show("with a draft model:", tally)
-    assert set(Cause) == {cause for cause in Cause if any(cause.value in what for what in tally)}
-    assert tally["hits equal"] > 0.98 * NUM_CASES
+    page = (DOCS / "eagle.md").read_text(encoding="utf-8")
+    assert f" {tally['hits equal']:,} hits are equal" in page
+    for cause in Cause:
+        [(who, count)] = [
+            (what.partition(" ")[0], count) for what, count in tally.items() if cause.value in what
+        ]
+        assert f"| {cause.value} | {who} | {count} |" in page
 
 
 def hits(case: Case, present: set[tuple[int, int]]) -> tuple[int, int, Cause | None]:
@@ -266,7 +273,9 @@ def test_with_a_draft_model_store_masks_differ_in_block_0_alone() -> None:
                 assert not any(0 in group.matched(n) for n in kept(case, oracle)), case
             tally["store masks equal" if mine == expected else "all but block 0 of a window"] += 1
     show("store masks with a draft model:", tally)
-    assert len(tally) == 2
+    other, equal = tally["all but block 0 of a window"], tally["store masks equal"]
+    page = (DOCS / "eagle.md").read_text(encoding="utf-8")
+    assert f" {other:,} of {other + equal:,} masks differ in that block" in page
 
 
 def kept(case: Case, oracle: Oracle) -> list[int]:

@@ -144,6 +144,24 @@ def test_sparse_retention_keeps_the_prompts_end(
         assert loaded(warm) == (256 if interval else 0)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["mamba1 and full", "window and full of other blocks", "gated delta net, window and full"],
+)
+def test_a_prefix_that_several_prompts_share_is_found_from_the_third_on(
+    folder: Path, store: str, kind: str
+) -> None:
+    """Retention keeps prompts' ends only; the second prompt leaves what resuming there needs."""
+    shared = tokens(13, 333)
+    setup = setup_of(kind, retention_interval=0)
+    hits = []
+    for seed in range(3):
+        with modelled_engine(folder, store, setup) as fresh:
+            run(fresh, {"p": shared + tokens(20 + seed, 150)})
+            hits.append(loaded(fresh))
+    assert hits == [0, 0, 320]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_pressure_every_byte_is_right(folder: Path, store: str, kind: str) -> None:
     """Shared prefixes, preemptions, loads and saves at once, in a cache that is too small."""

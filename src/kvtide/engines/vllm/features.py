@@ -245,6 +245,16 @@ def conv_state_layout() -> str:
     return str(get_conv_state_layout())
 
 
+def note_shared_prefix(request: Any, num_tokens: int) -> None:
+    """Ask the engine to keep a request's states after so many tokens, as it does on its own.
+
+    It looks for such places in its own cache alone; the pool knows of others. The engine ends a
+    step there, and takes the note again with each question about the request.
+    """
+    if num_tokens > getattr(request, "shared_prefix_boundary", num_tokens):
+        request.shared_prefix_boundary = num_tokens
+
+
 def transfer_results(
     finished_recving: Collection[str], failed_recving: Collection[str]
 ) -> KVConnectorTransferResults:

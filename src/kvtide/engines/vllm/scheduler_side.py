@@ -64,6 +64,7 @@ class SchedulerSide:
         self._identity = identity
         self._store = store
         self._num_ranks = num_ranks
+        self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
         self._adapters = AdapterDigests()
         self._deployment = Deployment(config.weights_version)
@@ -177,6 +178,8 @@ class SchedulerSide:
         if not self._introduce(view):
             return (None if self._may_wait(view) else 0), False
         num_tokens = self._scheduler.match(view, num_computed_tokens, self._clock())
+        if self._has_states:
+            features.note_shared_prefix(request, self._scheduler.shared_token(view.request_id))
         return num_tokens, bool(num_tokens)
 
     def _introduce(self, view: VllmRequestView, *, is_last_call: bool = False) -> bool:

@@ -81,6 +81,11 @@ class VllmRequestView:
         return int(self.request.num_prompt_tokens)
 
     @property
+    def shared_token(self) -> int:
+        """What vLLM keeps a boundary for, because requests that begin alike part there."""
+        return int(getattr(self.request, "shared_prefix_boundary", 0))
+
+    @property
     def num_hashes(self) -> int:
         """How many full hash blocks vLLM has hashed."""
         return len(self.request.block_hashes)

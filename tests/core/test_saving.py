@@ -1,0 +1,214 @@
+"""Saving beside the offsets: the states that engines hand off, and proofs that come later."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from kvtide.core.coordinator import Coordinator
+from kvtide.core.groups import FullAttention, Mamba
+from kvtide.core.jobs import BoundaryJob, BoundaryPut, JobEnd, JobReport, StoreJob
+from kvtide.core.requests import RequestTracker
+from kvtide.core.saving import SaveLimits, SavePolicy, Saving, Scheduled
+from kvtide.core.transfer import HandOff, PlannedStore
+from kvtide.testing.requests import RecordingRequest, fake_hashes
+
+STATES = Coordinator((FullAttention(16), Mamba(16)), 16)
+CUT = Coordinator((FullAttention(16), Mamba(16)), 4, partial_hits=True)
+DRAFTS = Coordinator(
+    (FullAttention(16), Mamba(16), FullAttention(16, proof_tokens=4)), 4, partial_hits=True
+)
+
+
+class Desk:
+    """Saving for one request, admitted with ``num_tokens`` tokens of which some are computed."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        num_tokens: int,
+        *,
+        num_computed: int = 0,
+        max_pinned_blocks: int = 1000,
+        policy: SavePolicy | None = None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.saving = Saving(
+            coordinator,
+            policy or SavePolicy(decode=True),
+            SaveLimits(max_pinned_blocks, 1 << 20),
+            num_ranks=1,
+            counters=self.counters,
+            take_job_id=count(1).__next__,
+        )
+        self.view = RecordingRequest(
+            num_tokens=num_tokens,
+            hashes=fake_hashes(num_tokens // coordinator.hash_block_size),
+            tables=[list(range(1, 50)) for _ in coordinator.groups],
+        )
+        self.tracker = RequestTracker("r", 0, num_tokens)
+        self.saving.begin(self.tracker, self.scheduled(num_computed, 0))
+
+    def scheduled(self, computed: int, num_tokens: int) -> Scheduled:
+        return Scheduled(self.view, computed, num_tokens, is_admission=False)
+
+    def publish(self, *offers: HandOff, certain: int = 1000, now_s: float = 0.0) -> list[int]:
+        """Hand states off; return the boundaries that are saved."""
+        planned = self.saving.publish(self.tracker, self.view, offers, certain, now_s)
+        self.jobs = [one.job for one in planned]
+        return [puts_of(one)[0].end_token for one in planned]
+
+    def end(self, job_id: int, end: JobEnd) -> list[int]:
+        report = JobReport()
+        report.end(job_id, end)
+        return self.saving.on_report(report, 0.0)
+
+
+def puts_of(planned: PlannedStore) -> Sequence[BoundaryPut]:
+    """What a boundary job writes."""
+    assert isinstance(planned.job, BoundaryJob)
+    return planned.job.puts
+
+
+def test_each_boundary_that_is_offered_is_one_job() -> None:
+    """Two groups' states at one boundary go together."""
+    two = Coordinator((FullAttention(16), Mamba(16), Mamba(16)), 16)
+    desk = Desk(two, 100)
+    planned = desk.saving.publish(
+        desk.tracker,
+        desk.view,
+        [HandOff(1, 30, 32), HandOff(1, 31, 16), HandOff(2, 40, 32)],
+        96,
+        0.0,
+    )
+    assert [puts_of(one) for one in planned] == [
+        (BoundaryPut(1, 0, 16, 31),),
+        (BoundaryPut(1, 1, 32, 30), BoundaryPut(2, 1, 32, 40)),
+    ]
+    assert desk.saving.num_pinned_blocks == 3
+    assert desk.counters["boundary_jobs"] == 2
+
+
+def test_what_was_loaded_or_held_is_not_saved_again() -> None:
+    """The engine offers it like its own."""
+    desk = Desk(STATES, 100, num_computed=32)
+    assert desk.publish(HandOff(1, 30, 32), HandOff(1, 31, 48)) == [48]
+
+
+def test_states_where_no_request_can_resume_are_not_saved() -> None:
+    """Between the units of a model whose groups have blocks of different sizes."""
+    desk = Desk(Coordinator((FullAttention(32), Mamba(16)), 16), 100)
+    assert desk.publish(HandOff(1, 30, 16), HandOff(1, 31, 32)) == [32]
+
+
+@pytest.mark.parametrize(
+    "policy, saved",
+    [
+        (SavePolicy(prefill=True, decode=True), [64, 80]),
+        (SavePolicy(prefill=True, decode=False), [64]),
+        (SavePolicy(prefill=False, decode=True), [80]),
+        (SavePolicy(prefill=False, decode=False), []),
+    ],
+)
+def test_prefill_and_decode_are_told_apart_by_the_length_at_admission(
+    policy: SavePolicy, saved: list[int]
+) -> None:
+    """As they are for attention."""
+    desk = Desk(STATES, 70, policy=policy)
+    desk.view.block_hashes += fake_hashes(2)
+    assert desk.publish(HandOff(1, 30, 64), HandOff(1, 31, 80)) == saved
+
+
+def test_an_offer_in_the_null_block_is_no_job() -> None:
+    """There is nothing to write."""
+    desk = Desk(STATES, 100)
+    assert desk.publish(HandOff(1, 0, 32)) == []
+    assert desk.saving.num_open_jobs == 0
+
+
+def test_offers_beyond_the_budget_are_lost_and_counted() -> None:
+    """One is taken in any case where nothing is pinned; the next waits for nobody."""
+    desk = Desk(STATES, 100, max_pinned_blocks=0)
+    assert desk.publish(HandOff(1, 30, 32), HandOff(1, 31, 48)) == [32]
+    assert desk.counters["lost_boundaries"] == 1
+
+
+def test_offers_during_the_pools_back_off_are_lost_and_counted() -> None:
+    """A full store takes nothing of anybody; after the wait one job probes it."""
+    desk = Desk(STATES, 100)
+    assert desk.publish(HandOff(1, 30, 16)) == [16]
+    assert desk.end(desk.jobs[0].job_id, JobEnd.NO_SPACE) == [30]
+    assert desk.publish(HandOff(1, 31, 32)) == []
+    assert desk.counters["lost_boundaries"] == 2
+    assert desk.publish(HandOff(1, 32, 48), HandOff(1, 33, 64), now_s=100.0) == [48]
+
+
+def test_a_request_that_has_not_computed_anything_has_nothing_to_hand_off() -> None:
+    """It ended while it waited."""
+    desk = Desk(STATES, 100)
+    desk.tracker.progress = None
+    assert desk.publish(HandOff(1, 30, 32)) == []
+
+
+# ------------------------------------------------------------------ proofs that come later
+
+
+def owing() -> Desk:
+    """A request of 20 tokens whose boundary at 16 was handed off before its proof was computed."""
+    desk = Desk(DRAFTS, 20)
+    assert desk.publish(HandOff(1, 30, 16), certain=16) == [16]
+    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    return desk
+
+
+def test_a_proof_follows_in_the_step_that_computes_it() -> None:
+    """Nothing else is due there: the unit is not complete."""
+    desk = owing()
+    assert not desk.saving.is_due("r", 19)
+    assert desk.saving.is_due("r", 20)
+    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 3), 0.0) == []
+    (planned,) = desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0)
+    assert puts_of(planned) == (BoundaryPut(2, 1, 20, 2),)
+    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0) == []
+
+
+def test_a_proof_that_a_store_job_covers_is_not_saved_by_itself() -> None:
+    """The whole block has a name that lookups of the boundary ask for, too."""
+    desk = owing()
+    desk.view.block_hashes += fake_hashes(4)
+    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 16), 0.0) == []
+    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(16, 16), 0.0)
+    assert isinstance(planned.job, StoreJob)
+    assert planned.job.first_chunks == (1, 0, 1)
+
+
+def test_a_boundary_whose_proof_is_known_owes_nothing() -> None:
+    """It was all in one job."""
+    desk = Desk(DRAFTS, 20)
+    planned = desk.saving.publish(desk.tracker, desk.view, [HandOff(1, 30, 16)], 20, 0.0)
+    assert [len(puts_of(one)) for one in planned] == [2]
+    assert desk.tracker.progress is not None
+    assert not desk.tracker.progress.owed_proofs
+
+
+def test_a_decoder_starts_where_the_prefill_could_not_be_saved_yet() -> None:
+    """The last unit of a prompt waits for its proof, which is decoded."""
+    drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
+    prefiller = Desk(drafts, 32, policy=SavePolicy(prefill=True, decode=False))
+    [planned] = prefiller.saving.emit(prefiller.tracker, prefiller.scheduled(0, 32), 0.0)
+    assert isinstance(planned.job, StoreJob)
+    decoder = Desk(drafts, 32, num_computed=28, policy=SavePolicy(prefill=False, decode=True))
+    assert decoder.tracker.progress is not None
+    assert decoder.tracker.progress.scheduled_offset == planned.job.end_token == 28
+
+
+def test_the_first_jobs_proof_counts_against_the_budget() -> None:
+    """Of two groups with four blocks to pin: one unit and its proof, not two units and theirs."""
+    drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
+    desk = Desk(drafts, 32, max_pinned_blocks=4)
+    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(0, 32), 0.0)
+    assert len(planned.pinned_block_ids) == 3
+    assert repr(desk.saving) == "<Saving [1 jobs, 3 blocks pinned]>"
