@@ -55,6 +55,15 @@ class Family:
         return sorted({kind for kind, _ in self.groups})
 
     @property
+    def loaded_places(self) -> list[str]:
+        """The chunks below :data:`HIT` that are loaded, each as ``"group/chunk"``."""
+        return [
+            f"{index}/{chunk}"
+            for index, (_, block_size) in enumerate(self.groups)
+            for chunk in range(HIT // block_size)[-self.loaded_chunks[index] :]
+        ]
+
+    @property
     def first(self) -> list[int]:
         """The prompt that is computed and saved."""
         return prompt_of(self.num_prompt_tokens, seed=1)

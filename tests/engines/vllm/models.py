@@ -7,7 +7,6 @@ random weights is so even that hardly a token would depend on the KV cache.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
