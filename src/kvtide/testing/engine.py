@@ -26,7 +26,7 @@ from kvtide.testing.engine_batch import BatchScheduler, Decisions
 from kvtide.testing.engine_blocks import EngineBlockPool
 from kvtide.testing.engine_hits import LocalCache
 from kvtide.testing.engine_model import KvModel
-from kvtide.testing.engine_ranks import EngineRank, Ranks, SharedStore, StepOutput
+from kvtide.testing.engine_ranks import Ranks, SharedStore, StepOutput
 from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
 from kvtide.testing.engine_tables import BlockTables
@@ -74,11 +74,7 @@ class ScriptedEngine:
             threaded=setup.threaded,
         )
         self.scheduler = self._make_scheduler()
-        self.ranks = Ranks(
-            [self._make_rank(rank, store) for rank in range(setup.num_ranks)],
-            self.model,
-            setup.order,
-        )
+        self.ranks = Ranks(setup, self.model, store, self.clock)
         self.pool = EngineBlockPool(setup.num_blocks, self.ranks.spoil)
         self.cache = LocalCache(setup, self.pool)
         self._tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
@@ -102,17 +98,6 @@ class ScriptedEngine:
             admission=replace(setup.admission, delays=setup.delays),
             saves=setup.saves,
             num_ranks=setup.num_ranks,
-        )
-
-    def _make_rank(self, rank: int, store: Store) -> EngineRank:
-        return EngineRank(
-            rank,
-            self.model,
-            self.setup.num_blocks,
-            store,
-            limits=self.setup.worker,
-            clock=self.clock,
-            threaded=self.setup.threaded,
         )
 
     # ------------------------------------------------------------------ requests
