@@ -266,7 +266,7 @@ def test_bytes_survive_requests_that_push_each_other_out(name: str) -> None:
     """I5: a cache too small for all; preempted requests come back through the pool."""
     model = HYBRIDS[name]
     memory = MemoryStore()
-    needed = ScriptedEngine(memory, model.setup())._tables.num_blocks(40)
+    needed = ScriptedEngine(memory, model.setup()).tables.num_blocks(40)
     setup = model.setup(num_blocks=needed + 6, num_drafts=2, max_tokens_per_step=8)
     engine = ScriptedEngine(memory, setup)
     prompts = {str(n): [n, *range(20)] for n in range(4)}

@@ -8,6 +8,10 @@ the pool over any store. What it computes depends on the bytes it reads, so a wr
 >>> request = engine.add("a", range(100), max_tokens=5)
 >>> engine.run()
 >>> assert engine.outputs["a"] == engine.model.generate(range(100), 5)
+
+A model of several attention kinds is a setup of several groups:
+
+>>> EngineSetup(groups=(FullAttention(4), SlidingWindow(4, window=6), Mamba(4)))
 """
 
 from __future__ import annotations
@@ -77,9 +81,9 @@ class ScriptedEngine:
         self.ranks = Ranks(setup, self.model, store, self.clock)
         self.pool = EngineBlockPool(setup.num_blocks, self.ranks.spoil)
         self.cache = LocalCache(setup, self.pool)
-        self._tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
+        self.tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
         self.batch = BatchScheduler(
-            setup, self.pool, self._tables, self._match, self.scheduler.on_allocated
+            setup, self.pool, self.tables, self._match, self.scheduler.on_allocated
         )
         self._late: deque[StepOutput] = deque()
         self.is_in_step = False
@@ -142,7 +146,7 @@ class ScriptedEngine:
 
     def _finish(self, request: EngineRequest) -> None:
         is_held = request.state is EngineState.LOADING and not request.is_loaded
-        offers = self._tables.last_offers(request)
+        offers = self.tables.last_offers(request)
         if offers:
             self._pin(
                 self.scheduler.on_finishing(request, offers, request.num_computed, self.clock())
@@ -154,7 +158,7 @@ class ScriptedEngine:
             self._release(request)
 
     def _release(self, request: EngineRequest) -> None:
-        self._tables.drop(request)
+        self.tables.drop(request)
         del self.requests[request.request_id]
 
     def _pin(self, block_ids: Sequence[int]) -> None:
