@@ -16,8 +16,7 @@ from kvtide.testing import Fault, FaultKind, FaultyStore
 from kvtide.testing.blocks import FakeBlocks
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
-from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock
+from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock
 from kvtide.testing.interrupts import InterruptedStore
 from tests.engine_models import MODELS, Model
 

@@ -47,6 +47,9 @@ MODELS = {
     "window and state": Model((_FULL, SlidingWindow(4, window=6), _STATE)),
     "state, cut blocks": Model((FullAttention(8), _STATE), partial_hits=True),
     "state, two sizes, cut blocks": Model((_FULL, _STATE), hash_block_size=2, partial_hits=True),
+    "window and state, cut blocks": Model(
+        (FullAttention(8), SlidingWindow(8, window=10), _STATE), partial_hits=True
+    ),
     "drafts": Model((_FULL, _DRAFT)),
     "window and drafts": Model((_FULL, SlidingWindow(4, window=6), _DRAFT)),
     "state and drafts": Model((_FULL, Mamba(4), _DRAFT)),

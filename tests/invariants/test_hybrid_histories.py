@@ -144,7 +144,7 @@ def test_groups_that_hold_different_lengths_resume_where_all_can(saves: bool) ->
     for chunk in range(4, 8):
         block_id = engine.pool.find(1, request.block_hashes[chunk])
         if block_id is not None:
-            engine.pool._unname(block_id)
+            engine.pool.unname(block_id)
     assert engine.cache.find(33, request.block_hashes).num_tokens == 16
     engine.run()
     assert request.num_external == (16 if saves else 0)

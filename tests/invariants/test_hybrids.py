@@ -13,9 +13,11 @@ from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.jobs import BoundaryJob
 from kvtide.core.saving import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
+from kvtide.runtime.tags import TAG_BYTES
 from kvtide.stores.memory import MemoryStore
-from kvtide.testing import Fault, FaultKind, FaultyStore
+from kvtide.testing import Arena, Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
+from kvtide.testing.engine_attention import block_bytes
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_requests import EngineRequest
 from kvtide.testing.engine_setup import EngineSetup
@@ -268,11 +270,39 @@ def test_a_failing_store_changes_no_token(name: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
+def test_what_is_loaded_is_byte_for_byte_what_was_stored(name: str) -> None:
+    """I5: for every group, also those whose content the tokens do not depend on."""
+    memory = MemoryStore()
+    engine = ScriptedEngine(memory, HYBRIDS[name].setup())
+    run(engine, PROMPT[:62], max_tokens=9)
+    engine.pool.drop_cached()
+    blocks, groups = engine.ranks.ranks[0].blocks, engine.setup.groups
+    write = blocks.write
+    loaded: set[tuple[int, bytes]] = set()
+
+    def watched(group_id: int, block_ids: Any, data: Any) -> None:
+        loaded.update((group_id, bytes(row[: block_bytes(groups[group_id])])) for row in data)
+        write(group_id, block_ids, data)
+
+    blocks.write = watched  # type: ignore[method-assign]
+    run(engine, PROMPT[:62], "again")
+    arena = Arena(memory, 1 << 16)
+    stored: set[tuple[int, bytes]] = set()
+    for key in stored_keys(memory):
+        group_id = int(key.split("@group:")[1].split("@")[0])
+        size = block_bytes(groups[group_id])
+        ((_, value),) = arena.get([(key, size + TAG_BYTES)])
+        stored.add((group_id, value[:size]))
+    assert {group_id for group_id, _ in loaded} == set(range(len(groups)))
+    assert loaded <= stored
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_bytes_survive_requests_that_push_each_other_out(name: str) -> None:
     """I5: a cache too small for all; preempted requests come back through the pool."""
     model = HYBRIDS[name]
     memory = MemoryStore()
-    needed = ScriptedEngine(memory, model.setup())._tables.num_blocks(40)
+    needed = ScriptedEngine(memory, model.setup()).tables.num_blocks(40)
     setup = model.setup(num_blocks=needed + 6, num_drafts=2, max_tokens_per_step=8)
     engine = ScriptedEngine(memory, setup)
     prompts = {str(n): [n, *range(20)] for n in range(4)}
