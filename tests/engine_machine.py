@@ -16,10 +16,9 @@ from kvtide.testing import Fault, FaultKind, FaultyStore
 from kvtide.testing.blocks import FakeBlocks
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
-from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock
+from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock
 from kvtide.testing.interrupts import InterruptedStore
-from tests.engine_models import MODELS, Model
+from tests.engine_models import MODELS, Model, best_hit
 
 IDS = ["a", "b", "c", "d", "e"]
 FAULTS = [
@@ -401,5 +400,5 @@ class EngineMachine(RuleBasedStateMachine):
                 request = engine.add("again", prompt)
                 self.drain(engine)
                 if number == 2:
-                    wanted = setup.reusable_state_token(len(prompt), setup.alignment)
+                    wanted = best_hit(setup, len(prompt))
                     assert request.num_loaded_tokens == wanted

@@ -47,8 +47,12 @@ MODELS = {
     "window and state": Model((_FULL, SlidingWindow(4, window=6), _STATE)),
     "state, cut blocks": Model((FullAttention(8), _STATE), partial_hits=True),
     "state, two sizes, cut blocks": Model((_FULL, _STATE), hash_block_size=2, partial_hits=True),
+    "window and state, cut blocks": Model(
+        (FullAttention(8), SlidingWindow(8, window=10), _STATE), partial_hits=True
+    ),
     "drafts": Model((_FULL, _DRAFT)),
     "window and drafts": Model((_FULL, SlidingWindow(4, window=6), _DRAFT)),
+    "short window and drafts": Model((FullAttention(8), SlidingWindow(4, window=6), _DRAFT)),
     "state and drafts": Model((_FULL, Mamba(4), _DRAFT)),
     "state and drafts, cut blocks": Model(
         (FullAttention(8), _STATE, FullAttention(8, proof_tokens=4)), partial_hits=True
@@ -56,3 +60,21 @@ MODELS = {
 }
 """The first is the simplest: failing histories shrink to it where they can."""
 HYBRIDS = {name: model for name, model in MODELS.items() if not name.startswith("full")}
+
+
+def best_hit(setup: EngineSetup, num_tokens: int) -> int:
+    """Return where a repetition of ``num_tokens`` tokens resumes, if nothing was lost.
+
+    Where retention is sparse, the engine keeps a draft model's windows and states a unit lower than
+    a proof would allow.
+    """
+    own = setup.reusable_state_token(num_tokens, setup.alignment)
+    proof = max(group.proof_tokens for group in setup.groups)
+    if not proof or any(group.is_state for group in setup.groups):
+        return own
+    hashed = num_tokens // setup.hash_block_size * setup.hash_block_size
+    best = max(0, min(num_tokens - 1, hashed - proof)) // setup.alignment * setup.alignment
+    interval = setup.retention_interval
+    is_kept = interval is None or (interval and best % interval == 0)
+    is_dense = all(group.is_downward_closed for group in setup.groups)
+    return best if is_kept or is_dense else own

@@ -39,9 +39,17 @@ def kept_boundaries(
 def stored_chunks(
     coordinator: Coordinator, end_token: int, num_prompt_tokens: int | None
 ) -> list[set[int]]:
-    """Return per group the chunks stored of a whole request, states by the engine's hand-offs."""
-    runs = coordinator.stored_runs(0, end_token, coordinator.kept_boundaries(num_prompt_tokens))
+    """Return per group the chunks stored of a whole request, states by the engine's hand-offs.
+
+    The proof of its end is among them, where it is owed.
+    """
+    kept = coordinator.kept_boundaries(num_prompt_tokens)
+    runs = coordinator.stored_runs(0, end_token, kept)
     stored = [set(itertools.chain(*each)) for each in runs]
+    if end_token and coordinator.owes_proof(end_token, kept):
+        puts = coordinator.boundary_chunks(end_token, kept)
+        for group, chunks, each in zip(coordinator.groups, stored, puts, strict=True):
+            chunks.update(chunk for chunk, end in each if end % group.block_size == 0)
     for group, chunks in zip(coordinator.groups, stored, strict=True):
         if group.is_state:
             for boundary in kept_boundaries(coordinator, group, end_token, num_prompt_tokens):
@@ -69,7 +77,7 @@ def test_every_stored_chunk_can_be_asked_for(
             for boundary in kept_boundaries(coordinator, group, far, num_prompt_tokens)
             for chunk in group.matched(boundary)
         }
-        end = (end_token + group.proof_tokens) // group.block_size
+        end = end_token // group.block_size
         assert set(itertools.chain(*each)) == {chunk for chunk in matched if chunk < end}
 
 
@@ -95,8 +103,9 @@ def test_the_best_lookups_load_is_fully_stored(
         assert set(load) <= chunks, group
     kept = set(range(0, end_token + 1, coordinator.lcm_block_size))
     for group in coordinator.groups:
-        finer = group.proof_tokens % group.block_size  # what only boundary puts save
-        last = end_token - finer
+        finer = group.proof_tokens % group.block_size  # cut chunks have names of their own
+        has_states = any(one.is_state for one in coordinator.groups)
+        last = end_token - (group.proof_tokens if has_states else finer)
         kept &= {0, *kept_boundaries(coordinator, group, last, num_prompt_tokens)}
     assert hit >= max(kept)
 
@@ -153,17 +162,15 @@ def test_a_mask_only_grows_at_its_end(
 def test_masks_and_runs_say_the_same(
     coordinator: Coordinator, units: int, num_prompt_tokens: int | None
 ) -> None:
-    """Where there is neither a proof nor a state."""
+    """But for states, which have no runs."""
     end_token = units * coordinator.lcm_block_size
     runs = coordinator.stored_runs(0, end_token, coordinator.kept_boundaries(num_prompt_tokens))
     for group, mask, each in zip(
         coordinator.groups, masks(coordinator, 0, end_token, num_prompt_tokens), runs, strict=True
     ):
         if not group.is_state:
-            stored = set(itertools.chain(*each))
-            assert {chunk for chunk, wanted in enumerate(mask) if wanted} == {
-                chunk for chunk in stored if chunk < end_token // group.block_size
-            }
+            wanted = [chunk for chunk, is_wanted in enumerate(mask) if is_wanted]
+            assert wanted == list(itertools.chain(*each))
 
 
 def masks(
@@ -198,20 +205,24 @@ def test_local_attention_is_dense_whatever_retention_keeps() -> None:
 # ------------------------------------------------------------------ proofs
 
 
-def test_a_unit_is_saved_once_its_proof_is_there() -> None:
-    """The draft model's group reaches one block further than the others."""
-    draft = Coordinator((FullAttention(32), SlidingWindow(16, 17, proof_tokens=16)), 16)
-    assert [draft.savable_token(n) for n in (0, 32, 47, 48, 80)] == [0, 0, 0, 32, 64]
-    assert draft.stored_runs(0, 64) == [[range(2)], [range(1, 5)]]
-    assert draft.stored_runs(32, 64) == [[range(1, 2)], [range(3, 5)]]
-    assert draft.max_proof_tokens == draft.whole_proof_tokens == 16
+def test_the_end_of_a_saved_range_owes_the_proof_behind_it() -> None:
+    """A block of the draft model's group; not where retention keeps no boundary there."""
+    groups = (FullAttention(32), SlidingWindow(16, 17, proof_tokens=16))
+    draft = Coordinator(groups, 16)
+    assert draft.owes_proof(64, ())
+    assert draft.boundary_chunks(64) == [[], [(4, 80)]]
+    assert draft.boundary_chunks(64, saved_token=96) == [[], []]
+    sparse = Coordinator(groups, 16, retention_interval=0)
+    assert not sparse.owes_proof(64, ())
+    assert sparse.owes_proof(64, (64,))
+    assert not Coordinator((FullAttention(32),), 16).owes_proof(64, ())
 
 
-def test_a_proof_finer_than_a_block_holds_nothing_back() -> None:
-    """Only boundary puts can save it."""
+def test_with_states_their_hand_offs_bring_the_proofs() -> None:
+    """Any other boundary has no state, so nobody resumes there."""
     fine = Coordinator((FullAttention(64, proof_tokens=16), Mamba(64)), 16, partial_hits=True)
-    assert (fine.max_proof_tokens, fine.whole_proof_tokens) == (16, 0)
-    assert fine.savable_token(64) == 64
+    assert not fine.owes_proof(64, ())
+    assert fine.boundary_chunks(64) == [[(1, 80)], []]
 
 
 # ------------------------------------------------------------------ boundaries that engines name
@@ -249,9 +260,8 @@ def test_no_unit_stores_more_chunks_than_is_said(coordinator: Coordinator, units
     runs = coordinator.stored_runs(
         units * unit, (units + 1) * unit, coordinator.kept_boundaries((units + 1) * unit + 1)
     )
-    extra = sum(group.proof_tokens // group.block_size for group in coordinator.groups)
     num_chunks = sum(len(run) for each in runs for run in each)
-    assert num_chunks <= coordinator.max_stored_per_unit + (extra if units == 0 else 0)
+    assert num_chunks <= coordinator.max_stored_per_unit
 
 
 # ------------------------------------------------------------------ loads, sizes, lookups

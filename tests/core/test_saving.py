@@ -169,17 +169,17 @@ def test_a_proof_follows_in_the_step_that_computes_it() -> None:
     desk = owing()
     assert not desk.saving.is_due("r", 19)
     assert desk.saving.is_due("r", 20)
-    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 3), 0.0) == []
+    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 3), 0.0)) == []
     (planned,) = desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0)
     assert puts_of(planned) == (BoundaryPut(2, 1, 20, 2),)
-    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0) == []
+    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0)) == []
 
 
 def test_a_proof_that_a_store_job_covers_is_not_saved_by_itself() -> None:
     """The whole block has a name that lookups of the boundary ask for, too."""
     desk = owing()
     desk.view.block_hashes += fake_hashes(4)
-    assert desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 16), 0.0) == []
+    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 16), 0.0)) == []
     [planned] = desk.saving.emit(desk.tracker, desk.scheduled(16, 16), 0.0)
     assert isinstance(planned.job, StoreJob)
     assert planned.job.first_chunks == (1, 0, 1)
@@ -194,21 +194,55 @@ def test_a_boundary_whose_proof_is_known_owes_nothing() -> None:
     assert not desk.tracker.progress.owed_proofs
 
 
-def test_a_decoder_starts_where_the_prefill_could_not_be_saved_yet() -> None:
-    """The last unit of a prompt waits for its proof, which is decoded."""
-    drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
-    prefiller = Desk(drafts, 32, policy=SavePolicy(prefill=True, decode=False))
-    [planned] = prefiller.saving.emit(prefiller.tracker, prefiller.scheduled(0, 32), 0.0)
-    assert isinstance(planned.job, StoreJob)
-    decoder = Desk(drafts, 32, num_computed=28, policy=SavePolicy(prefill=False, decode=True))
-    assert decoder.tracker.progress is not None
-    assert decoder.tracker.progress.scheduled_offset == planned.job.end_token == 28
+def drafting(num_tokens: int, **limits: int) -> Desk:
+    """A request of a model whose units have 8 tokens and whose draft model's blocks have 4."""
+    groups = (FullAttention(8), FullAttention(4, proof_tokens=4))
+    return Desk(Coordinator(groups, 4), num_tokens, **limits)
 
 
-def test_the_first_jobs_proof_counts_against_the_budget() -> None:
-    """Of two groups with four blocks to pin: one unit and its proof, not two units and theirs."""
-    drafts = Coordinator((FullAttention(4), FullAttention(4, proof_tokens=4)), 4)
-    desk = Desk(drafts, 32, max_pinned_blocks=4)
-    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(0, 32), 0.0)
-    assert len(planned.pinned_block_ids) == 3
-    assert repr(desk.saving) == "<Saving [1 jobs, 3 blocks pinned]>"
+def settled(desk: Desk, computed: int, num_tokens: int) -> list[Sequence[BoundaryPut]]:
+    """What a step writes of proofs."""
+    scheduled = desk.scheduled(computed, num_tokens)
+    return [puts_of(one) for one in desk.saving.settle_proofs(desk.tracker, scheduled, 0.0)]
+
+
+def test_the_last_range_of_a_prefill_is_proven_at_its_end() -> None:
+    """The unit behind it never fills, but for the draft model's block. Before, the next may."""
+    desk = drafting(22)
+    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    assert settled(desk, 0, 16) == []
+    assert list(desk.saving.emit(desk.tracker, desk.scheduled(16, 4), 0.0)) == []
+    assert settled(desk, 16, 4) == []
+    assert not desk.saving.is_due("r", 21)
+    assert desk.saving.is_due("r", 22)
+    assert settled(desk, 20, 2) == [(BoundaryPut(1, 4, 20, 5),)]
+    assert settled(desk, 22, 1) == []
+
+
+def test_a_proof_waits_for_the_budget() -> None:
+    """It is not lost as a state would be: its block stays."""
+    desk = drafting(14, max_pinned_blocks=3)
+    (job,) = desk.saving.emit(desk.tracker, desk.scheduled(0, 8), 0.0)
+    assert settled(desk, 8, 6) == []
+    desk.end(job.job.job_id, JobEnd.STORED)
+    assert len(settled(desk, 14, 1)) == 1
+
+
+def test_a_proof_whose_block_is_gone_is_given_up_and_counted() -> None:
+    """The engine has freed it, or never filled it."""
+    desk = drafting(22)
+    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    desk.view.tables[1][4] = 0
+    assert settled(desk, 16, 6) == []
+    assert desk.counters["skipped_null_chunks"] == 1
+    assert desk.tracker.progress is not None
+    assert not desk.tracker.progress.owed_proofs
+
+
+def test_a_decode_owes_no_proof() -> None:
+    """Its next unit proves the last; where there is none, a last boundary is lost."""
+    desk = drafting(14)
+    desk.view.block_hashes += fake_hashes(8)
+    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(8, 8), 0.0))) == 1
+    assert desk.tracker.progress is not None
+    assert not desk.tracker.progress.owed_proofs

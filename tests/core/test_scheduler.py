@@ -11,7 +11,7 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention, Mamba
+from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.jobs import (
     BoundaryJob,
     BoundaryPut,
@@ -744,3 +744,42 @@ def test_a_preempted_request_that_must_not_load_is_not_looked_up(how: dict[str, 
     bench.step(prefill(view, 0, 64, first=True))
     bench.step(preempted=[view])
     assert bench.scheduler.counters["lookups"] == 0
+
+
+def test_where_requests_that_begin_alike_part_a_boundary_is_kept() -> None:
+    """Full attention of 32 tokens is stored, no window of them: the next request leaves those."""
+    groups = (FullAttention(BLOCK), SlidingWindow(BLOCK, window=20))
+    coordinator = Coordinator(groups, BLOCK, retention_interval=0)
+    full = coordinator.databases("ns", range(1))[0][0]
+    hashes = fake_hashes(8)
+    present = {full.key_for(value) for value in hashes[:2]}
+    lookups = ManualLookups(coordinator, lambda keys: [key in present for key in keys])
+    scheduler = PoolScheduler(coordinator, lookups, limits=SaveLimits(100, 1 << 20))
+    view = RecordingRequest(num_tokens=130, hashes=hashes, tables=[list(range(1, 9))] * 2)
+    scheduler.on_new_request(view, "ns", 0.0)
+    assert scheduler.match(view, 0, 0.0) == 0
+    assert scheduler.shared_token("r") == 2 * BLOCK
+    assert scheduler.shared_token("nobody") == 0
+    admitted = Scheduled(view, 0, 130, is_admission=True)
+    [job] = scheduler.step(StepEvents((), [admitted]), 0.0).plan.stores
+    assert isinstance(job, StoreJob)
+    stored = [chunk for chunk, block in enumerate(unpack_block_ids(job.block_ids[1])) if block]
+    assert stored == [0, 1, 6, 7]  # the last 19 tokens before 32, and before 128
+
+
+def test_the_engine_may_know_such_a_place_itself() -> None:
+    """What its own cache shows counts as much."""
+    groups = (FullAttention(BLOCK), SlidingWindow(BLOCK, window=20))
+    coordinator = Coordinator(groups, BLOCK, retention_interval=0)
+    lookups = ManualLookups(coordinator, lambda keys: [False] * len(keys))
+    scheduler = PoolScheduler(coordinator, lookups, limits=SaveLimits(100, 1 << 20))
+    tables = [list(range(1, 9))] * 2
+    view = RecordingRequest(num_tokens=130, hashes=fake_hashes(8), tables=tables)
+    view.shared_token = 4 * BLOCK + 3
+    scheduler.on_new_request(view, "ns", 0.0)
+    [job] = scheduler.step(
+        StepEvents((), [Scheduled(view, 0, 130, is_admission=True)]), 0.0
+    ).plan.stores
+    assert isinstance(job, StoreJob)
+    assert job.first_chunks == (0, 2)
+    assert list(unpack_block_ids(job.block_ids[1])) == [3, 4, 0, 0, 7, 8]

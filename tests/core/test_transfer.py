@@ -84,20 +84,10 @@ def test_a_store_has_null_for_what_lies_between_two_boundaries() -> None:
     assert planned.num_null == 0
 
 
-def test_a_store_carries_the_hashes_of_the_proofs_behind_it() -> None:
-    """A draft group is saved one chunk further, and that chunk needs its name."""
-    coordinator = Coordinator((FullAttention(16), FullAttention(16, proof_tokens=16)), 16)
-    view = RecordingRequest(hashes=fake_hashes(4), tables=[[1, 2, 3, 4], [5, 6, 7, 8]])
-    planned = plan_store(view, coordinator, job_id=1, prefix_id=0, start_token=16, end_token=32)
-    assert isinstance(planned.job, StoreJob)
-    assert [list(unpack_block_ids(ids)) for ids in planned.job.block_ids] == [[2], [7]]
-    assert list(planned.job.hashes) == fake_hashes(4)[1:3]
-
-
 def test_a_boundary_is_its_states_and_what_it_cuts() -> None:
     """At 28 of 4-token hashes: the state there, the cut block of each other group, and the window.
 
-    The window needs tokens 19 to 27, of which those from 24 on lie past the last whole unit.
+    The window needs tokens 19 to 27, of which those from 24 on lie past the last whole unit, 16.
     """
     hashes = fake_hashes(8)
     view = RecordingRequest(hashes=hashes, tables=[[1, 2], [0, 0, 13, 14], [0, 99]])
@@ -108,7 +98,7 @@ def test_a_boundary_is_its_states_and_what_it_cuts() -> None:
         job_id=5,
         prefix_id=1,
         boundary=28,
-        certain_span=(0, 32),
+        certain_span=(0, 28),
     )
     assert isinstance(planned.job, BoundaryJob)
     assert planned.job.puts == (
@@ -132,7 +122,7 @@ def test_the_null_block_is_no_source_of_a_boundary() -> None:
         job_id=5,
         prefix_id=1,
         boundary=28,
-        certain_span=(0, 32),
+        certain_span=(0, 28),
     )
     assert planned.pinned_block_ids == [2, 14]
     assert planned.num_null == 2

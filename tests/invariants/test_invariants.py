@@ -15,8 +15,7 @@ from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
-from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock, full_attention
+from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock, full_attention
 
 PROMPT = list(range(100))
 TOKENS = 10_000

@@ -11,8 +11,8 @@ model's group ``required(n + proof)`` as well, so
   matched, it is not loaded);
 * the **store mask** is the union of both over the boundaries that retention keeps.
 
-Saving goes in units of ``lcm_block_size``. A group with proof tokens is saved that much further
-than the others, so that the last boundary that is saved has its proof.
+Saving goes in units of ``lcm_block_size``. What a boundary needs beside whole units is put by
+itself: the proof behind the last unit, and chunks that a boundary cuts.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ class Coordinator:
     ) -> list[list[range]]:
         """Return per group the runs of chunks to store when saving ``[start_token, end_token)``.
 
-        Both ends are multiples of ``lcm_block_size``; a group's proof beyond them is included, and
-        what the range before included already is not. ``kept`` are :meth:`kept_boundaries`. State
+        Both ends are multiples of ``lcm_block_size``. ``kept`` are :meth:`kept_boundaries`. State
         groups have none: their blocks are named by the engine alone.
         """
         runs: list[list[range]] = []
@@ -149,27 +148,19 @@ class Coordinator:
             if group.is_state:
                 runs.append([])
                 continue
-            proof = group.proof_tokens // group.block_size
-            first = start_token // group.block_size + (proof if start_token else 0)
-            chunks = range(first, end_token // group.block_size + proof)
+            chunks = range(start_token // group.block_size, end_token // group.block_size)
             runs.append(self._reachable_runs(group, chunks, kept))
         return runs
 
-    def savable_token(self, num_certain_tokens: int) -> int:
-        """Return up to where ``num_certain_tokens`` can be saved: whole units with their proof."""
-        return max(0, self.aligned(num_certain_tokens - self.whole_proof_tokens))
+    def owes_proof(self, boundary: int, kept: Sequence[int]) -> bool:
+        """Tell whether the end of a saved range needs a proof from behind it to be of use.
 
-    @property
-    def whole_proof_tokens(self) -> int:
-        """The proofs that are whole chunks. What is finer only boundary puts can save."""
-        return max(
-            group.proof_tokens // group.block_size * group.block_size for group in self.groups
-        )
-
-    @property
-    def num_whole_proof_chunks(self) -> int:
-        """How many whole chunks the proofs of one boundary have, over all groups."""
-        return sum(group.proof_tokens // group.block_size for group in self.groups)
+        Where there are states, only their hand-offs make boundaries, and bring the proofs along.
+        """
+        if not self.max_proof_tokens or any(group.is_state for group in self.groups):
+            return False
+        step = self._retention.step
+        return bool(step and boundary % step == 0) or boundary in kept
 
     @property
     def max_stored_per_unit(self) -> int:
@@ -187,15 +178,16 @@ class Coordinator:
         return num_chunks
 
     def boundary_chunks(
-        self, boundary: int, kept: Sequence[int] = ()
+        self, boundary: int, kept: Sequence[int] = (), *, saved_token: int = 0
     ) -> list[list[tuple[int, int]]]:
-        """Return per group what resuming at ``boundary`` needs beside what saving its units stores.
+        """Return per group what resuming at ``boundary`` needs beside saved units.
 
-        That is, as ``(chunk, end_token)``: chunks past the last whole unit, one that the boundary
-        (or its proof) cuts, and chunks of a boundary that retention does not keep. The hash at
+        Whole units are saved up to the boundary, or to ``saved_token`` beyond it. So that is, as
+        ``(chunk, end_token)``: chunks past them, also of a proof; one that the boundary (or its
+        proof) cuts; and chunks of a boundary that retention does not keep. The hash at
         ``end_token`` names the chunk. State groups have none: the engine hands their blocks off.
         """
-        saved_token = self.aligned(boundary)
+        saved_token = max(saved_token, self.aligned(boundary))
         needed: list[list[tuple[int, int]]] = []
         for group in self.groups:
             if group.is_state:
@@ -203,7 +195,7 @@ class Coordinator:
                 continue
             size, end_token = group.block_size, boundary + group.proof_tokens
             matched = group.matched(boundary)
-            saved_stop = (saved_token + group.proof_tokens) // size if saved_token else 0
+            saved_stop = min(saved_token, end_token) // size
             saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
             stored = self._reachable_runs(group, saved, kept)
             missing = _without(matched, stored)

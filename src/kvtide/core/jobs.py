@@ -40,7 +40,7 @@ class StoreJob:
     Both ends are multiples of ``lcm_block_size``. ``block_ids[g]`` holds, packed, the block of
     each chunk of group ``g`` from ``first_chunks[g]`` (absolute) on; what is not worth storing, and
     what the engine has freed, is null and is skipped, not failed. ``hashes`` carries the hash
-    blocks of the range, and of the proofs behind it, under their absolute indexes.
+    blocks of the range under their absolute indexes.
     """
 
     job_id: int

@@ -129,9 +129,9 @@ class Saving:
         """Return the token count from which a request has to be looked at again."""
         coordinator = self._coordinator
         due = progress.scheduled_offset + coordinator.lcm_block_size
-        due += coordinator.whole_proof_tokens
         if progress.owed_proofs:
-            due = min(due, min(progress.owed_proofs) + coordinator.max_proof_tokens)
+            proven = min(progress.owed_proofs) + coordinator.max_proof_tokens
+            due = min(due, max(proven, tracker.num_admitted_tokens))
         due += self.policy.num_unsettled_tokens
         if not self.policy.decode and due > tracker.num_admitted_tokens:
             return math.inf
@@ -158,8 +158,7 @@ class Saving:
             start = 0
             self._counters["repairs"] += 1
         if not self.policy.prefill:
-            # Whoever saves the prefill leaves what waits for its proof, which is decoded.
-            start = max(start, self._coordinator.savable_token(tracker.num_admitted_tokens))
+            start = max(start, tracker.num_admitted_tokens)
         offset = self._coordinator.aligned(start)
         tracker.progress = SaveProgress(
             offset,
@@ -175,7 +174,9 @@ class Saving:
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
-        while (end := self._next_end(tracker, progress, scheduled, now_s)) is not None:
+        end = None
+        while (next_end := self._next_end(tracker, progress, scheduled, now_s)) is not None:
+            end = next_end
             planned = plan_store(
                 scheduled.view,
                 self._coordinator,
@@ -192,19 +193,28 @@ class Saving:
             else:  # states alone, or all freed: nothing of this range can be saved any more
                 self._counters["skipped_null_chunks"] += planned.num_null
                 progress.pass_over(end)
+        if end is not None and self._owes_proof(tracker, scheduled.view, end):
+            progress.owed_proofs[end] = end
+
+    def _owes_proof(self, tracker: RequestTracker, view: RequestView, boundary: int) -> bool:
+        if boundary > tracker.num_admitted_tokens:  # a decode goes on; the next unit proves it
+            return False
+        shared = (tracker.shared_token, view.shared_token)
+        kept = self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
+        return self._coordinator.owes_proof(boundary, kept)
 
     def _next_end(
         self, tracker: RequestTracker, progress: SaveProgress, scheduled: Scheduled, now_s: float
     ) -> int | None:
         """Return where the next job of a request ends, ``None`` if there is none for now."""
-        certain = self._coordinator.savable_token(self.certain_token(tracker, scheduled))
+        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
         if certain <= progress.scheduled_offset and not progress.must_rewind:
             self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
             return None
         if self._must_wait(now_s) or not progress.may_emit(now_s):
             return None
         start = progress.scheduled_offset
-        end = min(certain, start + self._budget_tokens(start))
+        end = min(certain, start + self._budget_tokens())
         return end if end > start else None
 
     def publish(
@@ -228,52 +238,59 @@ class Saving:
                 by_boundary.setdefault(hand_off.boundary, []).append(hand_off)
         planned_jobs: list[PlannedStore] = []
         for boundary, states in sorted(by_boundary.items()):
-            planned = self._complete(
-                tracker, view, states, boundary, (0, num_certain_tokens), now_s
-            )
-            planned_jobs.extend(planned)
-            is_short = boundary + self._coordinator.max_proof_tokens > num_certain_tokens
-            if planned and is_short:
+            span = (0, num_certain_tokens)
+            planned = self._plan_boundary(tracker, view, states, boundary, span)
+            if not planned.pinned_block_ids:
+                continue
+            if not self._may_open(planned, now_s):
+                self._counters["lost_boundaries"] += 1
+                continue
+            planned_jobs.append(self._open_boundary(planned))
+            proven_token = boundary + self._coordinator.max_proof_tokens
+            if num_certain_tokens < proven_token and boundary <= tracker.num_admitted_tokens:
                 progress.owed_proofs[boundary] = num_certain_tokens
         return planned_jobs
 
     def settle_proofs(
         self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
-    ) -> list[PlannedStore]:
-        """Return the jobs that save the proofs that were not computed yet with their boundaries.
+    ) -> Iterator[PlannedStore]:
+        """Yield the jobs that save proofs which were not computed yet with their boundaries.
 
-        Where the request goes on so far that a store job covers the proof, there is none.
+        Only of the last boundary of a prefill: before, the next unit's store job covers the proof.
         """
         progress = tracker.progress
         assert progress is not None
         if not progress.owed_proofs:
-            return []
+            return
         certain = self.certain_token(tracker, scheduled)
-        planned_jobs: list[PlannedStore] = []
+        computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         for boundary, after_token in list(progress.owed_proofs.items()):
-            if certain < boundary + self._coordinator.max_proof_tokens:
-                continue
-            del progress.owed_proofs[boundary]
-            if self._coordinator.savable_token(certain) <= boundary:
+            is_covered = self._coordinator.aligned(certain) > boundary
+            if not is_covered:
+                proven_token = boundary + self._coordinator.max_proof_tokens
+                if certain < proven_token or computed < tracker.num_admitted_tokens:
+                    continue
                 span = (after_token, certain)
-                planned_jobs += self._complete(tracker, scheduled.view, (), boundary, span, now_s)
-        return planned_jobs
+                planned = self._plan_boundary(tracker, scheduled.view, (), boundary, span)
+                if planned.pinned_block_ids:
+                    if not self._may_open(planned, now_s):
+                        continue
+                    yield self._open_boundary(planned)
+                else:
+                    self._counters["skipped_null_chunks"] += planned.num_null
+            del progress.owed_proofs[boundary]
 
-    def _complete(
+    def _plan_boundary(
         self,
         tracker: RequestTracker,
         view: RequestView,
         states: Sequence[HandOff],
         boundary: int,
         certain_span: tuple[int, int],
-        now_s: float,
-    ) -> list[PlannedStore]:
-        """Return the job that makes a boundary fit to resume at, if there is something to write.
-
-        ``certain_span`` is what became certain since the boundary was last looked at.
-        """
+    ) -> PlannedStore:
+        """Plan what a boundary needs; ``certain_span`` became certain since the last look at it."""
         assert tracker.prefix_id is not None
-        planned = plan_boundary(
+        return plan_boundary(
             view,
             self._coordinator,
             states,
@@ -283,14 +300,19 @@ class Saving:
             certain_span=certain_span,
             shared_token=tracker.shared_token,
         )
-        if not planned.pinned_block_ids:
-            return []
-        if self._must_wait(now_s) or not self._may_pin(len(planned.pinned_block_ids)):
-            self._counters["lost_boundaries"] += 1
-            return []
+
+    def _open_boundary(self, planned: PlannedStore) -> PlannedStore:
         self._open(planned, None)
         self._counters["boundary_jobs"] += 1
-        return [planned]
+        return planned
+
+    def _may_open(self, planned: PlannedStore, now_s: float) -> bool:
+        """Tell whether a job beside the offsets may start now."""
+        if self._must_wait(now_s):
+            return False
+        num_pinned = self._jobs.num_pinned_blocks
+        room = self._limits.max_pinned_blocks - num_pinned
+        return len(planned.pinned_block_ids) <= room or not num_pinned
 
     def _is_to_be_saved(
         self, tracker: RequestTracker, progress: SaveProgress, boundary: int
@@ -300,10 +322,6 @@ class Saving:
             return False
         is_prefill = boundary <= tracker.num_admitted_tokens
         return self.policy.prefill if is_prefill else self.policy.decode
-
-    def _may_pin(self, num_blocks: int) -> bool:
-        num_pinned = self._jobs.num_pinned_blocks
-        return num_blocks <= self._limits.max_pinned_blocks - num_pinned or not num_pinned
 
     def certain_token(self, tracker: RequestTracker, scheduled: Scheduled) -> int:
         """Return up to where a request's tokens are final after this step and to be saved."""
@@ -322,19 +340,12 @@ class Saving:
         back_off = self._pool_back_off
         return back_off.has_failed and (back_off.is_waiting(now_s) or bool(self._jobs))
 
-    def _budget_tokens(self, start_token: int) -> int:
-        """Return how many tokens a job from ``start_token`` on may cover.
-
-        That is at least a unit when nothing is pinned. The first job of all has the proof of its
-        end beside what it covers; the others have the next proof instead of theirs.
-        """
+    def _budget_tokens(self) -> int:
+        """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
         coordinator, limits, jobs = self._coordinator, self._limits, self._jobs
         unit = coordinator.lcm_block_size
         blocks_per_unit = max(1, coordinator.max_stored_per_unit)
-        room_blocks = limits.max_pinned_blocks - jobs.num_pinned_blocks
-        if not start_token:
-            room_blocks -= coordinator.num_whole_proof_chunks
-        room = room_blocks // blocks_per_unit * unit
+        room = (limits.max_pinned_blocks - jobs.num_pinned_blocks) // blocks_per_unit * unit
         if room <= 0 and not jobs.num_pinned_blocks:
             room = unit
         staging_room = coordinator.aligned(limits.max_open_tokens - jobs.num_tokens)

@@ -266,8 +266,8 @@ class PoolScheduler:
         if hand_offs:  # first, since an offer that is not taken now is lost
             certain = self._saving.certain_token(tracker, scheduled)
             yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
-        yield from self._saving.settle_proofs(tracker, scheduled, now_s)
         yield from self._saving.emit(tracker, scheduled, now_s)
+        yield from self._saving.settle_proofs(tracker, scheduled, now_s)
 
     def is_due(self, request_id: str, num_tokens: int) -> bool:
         """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.

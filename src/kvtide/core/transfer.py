@@ -104,7 +104,6 @@ def plan_store(
     num_wanted = 0
     first_chunks: list[int] = []
     tables: list[bytes] = []
-    end_hash = end_token // unit
     kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
     all_runs = coordinator.stored_runs(start_token, end_token, kept)
     for group_id, runs in enumerate(all_runs):
@@ -113,14 +112,12 @@ def plan_store(
         if runs:
             first, stop = runs[0].start, runs[-1].stop
             table = _masked(view.block_ids(group_id, first, stop), first, runs)
-            block_size = coordinator.groups[group_id].block_size
-            end_hash = max(end_hash, stop * block_size // unit)
         first_chunks.append(first)
         tables.append(pack_block_ids(table))
         pinned.extend(block_id for block_id in table if block_id != NULL_BLOCK_ID)
         num_wanted += sum(map(len, runs))
     first_hash = start_token // unit
-    hashes = BlockHashes.pack(view.hashes(first_hash, end_hash), first=first_hash)
+    hashes = BlockHashes.pack(view.hashes(first_hash, end_token // unit), first=first_hash)
     job = StoreJob(
         job_id, prefix_id, start_token, end_token, hashes, tuple(first_chunks), tuple(tables)
     )
@@ -167,7 +164,8 @@ def plan_boundary(
     ]
     num_null = len(states) - len(puts)
     kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
-    needed = coordinator.boundary_chunks(boundary, kept)
+    saved_token = coordinator.aligned(certain_span[1])
+    needed = coordinator.boundary_chunks(boundary, kept, saved_token=saved_token)
     for group_id, chunks in enumerate(needed):
         if not chunks:
             continue

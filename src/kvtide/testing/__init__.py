@@ -3,7 +3,7 @@
 :class:`StoreTests` holds a store to the laws of the contract, :class:`StoreMachine` runs random
 histories of it beside a dict; both need pytest and Hypothesis, the rest needs neither.
 :class:`FaultyStore` fails on a script. :class:`FakeBlocks` stands in for an engine's memory.
-:class:`ScriptedEngine` drives the whole pool as vLLM does,
+:class:`ScriptedEngine` drives the whole pool as vLLM does, for models of any attention kinds and
 with no engine installed; :func:`check_engine`, :func:`check_idle` and :func:`check_store` say what
 must hold of it.
 """
@@ -17,8 +17,7 @@ from kvtide.stores.wrappers import CountingStore
 from kvtide.testing.blocks import FakeBlocks, FakeFence, byte_layout
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
-from kvtide.testing.engine_ranks import HookOrder
-from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
+from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock, StepRecord
 from kvtide.testing.faulty_store import Fault, FaultKind, FaultyStore
 from kvtide.testing.interrupts import InterruptedStore
 from kvtide.testing.values import Arena, value_of

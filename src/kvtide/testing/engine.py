@@ -8,6 +8,10 @@ the pool over any store. What it computes depends on the bytes it reads, so a wr
 >>> request = engine.add("a", range(100), max_tokens=5)
 >>> engine.run()
 >>> assert engine.outputs["a"] == engine.model.generate(range(100), 5)
+
+A model of several attention kinds is a setup of several groups:
+
+>>> EngineSetup(groups=(FullAttention(4), SlidingWindow(4, window=6), Mamba(4)))
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kvtide.testing.engine_batch import BatchScheduler, Decisions
 from kvtide.testing.engine_blocks import EngineBlockPool
 from kvtide.testing.engine_hits import LocalCache
 from kvtide.testing.engine_model import KvModel
-from kvtide.testing.engine_ranks import EngineRank, Ranks, SharedStore, StepOutput
+from kvtide.testing.engine_ranks import Ranks, SharedStore, StepOutput
 from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.engine_setup import EngineSetup, ManualClock, StepRecord
 from kvtide.testing.engine_tables import BlockTables
@@ -74,16 +78,12 @@ class ScriptedEngine:
             threaded=setup.threaded,
         )
         self.scheduler = self._make_scheduler()
-        self.ranks = Ranks(
-            [self._make_rank(rank, store) for rank in range(setup.num_ranks)],
-            self.model,
-            setup.order,
-        )
+        self.ranks = Ranks(setup, self.model, store, self.clock)
         self.pool = EngineBlockPool(setup.num_blocks, self.ranks.spoil)
         self.cache = LocalCache(setup, self.pool)
-        self._tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
+        self.tables = BlockTables(setup, self.pool, self.cache, self.ranks.copy)
         self.batch = BatchScheduler(
-            setup, self.pool, self._tables, self._match, self.scheduler.on_allocated
+            setup, self.pool, self.tables, self._match, self.scheduler.on_allocated
         )
         self._late: deque[StepOutput] = deque()
         self.is_in_step = False
@@ -102,17 +102,6 @@ class ScriptedEngine:
             admission=replace(setup.admission, delays=setup.delays),
             saves=setup.saves,
             num_ranks=setup.num_ranks,
-        )
-
-    def _make_rank(self, rank: int, store: Store) -> EngineRank:
-        return EngineRank(
-            rank,
-            self.model,
-            self.setup.num_blocks,
-            store,
-            limits=self.setup.worker,
-            clock=self.clock,
-            threaded=self.setup.threaded,
         )
 
     # ------------------------------------------------------------------ requests
@@ -157,7 +146,7 @@ class ScriptedEngine:
 
     def _finish(self, request: EngineRequest) -> None:
         is_held = request.state is EngineState.LOADING and not request.is_loaded
-        offers = self._tables.last_offers(request)
+        offers = self.tables.last_offers(request)
         if offers:
             self._pin(
                 self.scheduler.on_finishing(request, offers, request.num_computed, self.clock())
@@ -169,7 +158,7 @@ class ScriptedEngine:
             self._release(request)
 
     def _release(self, request: EngineRequest) -> None:
-        self._tables.drop(request)
+        self.tables.drop(request)
         del self.requests[request.request_id]
 
     def _pin(self, block_ids: Sequence[int]) -> None:

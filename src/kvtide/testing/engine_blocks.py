@@ -99,7 +99,7 @@ class EngineBlockPool:
     def move_names(self, source: int, target: int) -> None:
         """Let ``target``, a copy, be found instead of ``source``."""
         names = list(self.names[source])
-        self._unname(source)
+        self.unname(source)
         for group_id, block_hash in names:
             self.cache(group_id, target, block_hash)
 
@@ -116,10 +116,11 @@ class EngineBlockPool:
             self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
-        self._unname(block_id)
+        self.unname(block_id)
         self._spoil((block_id,))
 
-    def _unname(self, block_id: int) -> None:
+    def unname(self, block_id: int) -> None:
+        """Let a block be found no more."""
         names, self.names[block_id] = self.names[block_id], []
         for name in names:
             ids = self._cached[name]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from kvtide.core.jobs import NULL_BLOCK_ID, JobReport, StepPlan
-from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Store
@@ -25,15 +23,7 @@ from kvtide.testing.engine_attention import (
 )
 from kvtide.testing.engine_model import KvModel
 from kvtide.testing.engine_requests import EngineRequest
-
-
-class HookOrder(Enum):
-    """When ``wait_for_save`` is called; releases and runners of vLLM differ."""
-
-    SAVE_THEN_REPORT = "every step, before the report"
-    NOT_WHEN_EMPTY = "before the report, but not in steps without tokens"
-    REPORT_THEN_SAVE = "every step, after the report"
-    NEVER = "never: what is unfenced at the next step's metadata is fenced then"
+from kvtide.testing.engine_setup import EngineSetup, HookOrder
 
 
 class SharedStore(CountingStore):
@@ -66,27 +56,24 @@ class EngineRank:
     def __init__(
         self,
         rank: int,
+        setup: EngineSetup,
         model: KvModel,
-        num_blocks: int,
         store: Store,
-        *,
-        limits: WorkerLimits,
         clock: Callable[[], float],
-        threaded: bool,
     ) -> None:
         self.rank = rank
         self.store = SharedStore(store, per_key=True)
         self._model = model
-        sizes = [group.block_size for group in model.groups]
-        payloads = [block_bytes(group) for group in model.groups]
-        self.blocks = FakeBlocks(byte_layout(*zip(sizes, payloads, strict=True)), num_blocks)
+        payloads = [block_bytes(group) for group in setup.groups]
+        layout = byte_layout(*zip(setup.block_sizes, payloads, strict=True))
+        self.blocks = FakeBlocks(layout, setup.num_blocks)
         self.worker = PoolWorker(
             self.blocks,
             self.store,
-            PrefixDatabases(sizes, model.hash_block_size, rank),
-            limits=limits,
+            PrefixDatabases(setup.block_sizes, setup.hash_block_size, rank),
+            limits=setup.worker,
             clock=clock,
-            threaded=threaded,
+            threaded=setup.threaded,
         )
 
     def attended(self, group_id: int, table: Sequence[int], num_tokens: int) -> bytes:
@@ -159,9 +146,13 @@ class Ranks:
     are merged at once.
     """
 
-    def __init__(self, ranks: Sequence[EngineRank], model: KvModel, order: HookOrder) -> None:
-        self.ranks = ranks
-        self.order = order
+    def __init__(
+        self, setup: EngineSetup, model: KvModel, store: Store, clock: Callable[[], float]
+    ) -> None:
+        self.ranks = [
+            EngineRank(rank, setup, model, store, clock) for rank in range(setup.num_ranks)
+        ]
+        self.order = setup.order
         self._model = model
         self._num_spoils = 0
         self._finishes: Counter[str] = Counter()

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.groups import FullAttention, Group
 from kvtide.core.saving import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
-from kvtide.testing.engine_ranks import HookOrder
 
 SMALL_STAGING = WorkerLimits(staging_bytes=256 << 10, load_staging_bytes=64 << 10, stage_wait_s=0.0)
 """Room for 64 values to write and 16 to read: small enough to fill up in a test."""
+
+
+class HookOrder(Enum):
+    """When ``wait_for_save`` is called; releases and runners of vLLM differ."""
+
+    SAVE_THEN_REPORT = "every step, before the report"
+    NOT_WHEN_EMPTY = "before the report, but not in steps without tokens"
+    REPORT_THEN_SAVE = "every step, after the report"
+    NEVER = "never: what is unfenced at the next step's metadata is fenced then"
 
 
 def full_attention(*block_sizes: int) -> tuple[Group, ...]:
