@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast differential lint format bench docs clean
+.PHONY: help demo test test-fast differential families lint format bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
 differential: $(VENV)/.vllm $(VENV)/.test ## compare 60,000 random decisions with vLLM's own, and print the tally (1 min)
 	@echo "==> hits, load masks and store masks beside vLLM's (about 1 min)"
 	@$(VENV)/bin/python -m pytest -q -s tests/engines/vllm/test_differential.py
+
+families: $(VENV)/.vllm ## run a small model of every cache kind, cold and warm, and print the table (4 min)
+	@echo "==> eight models, three engines each (about 4 min)"
+	@mkdir -p build
+	@$(VENV)/bin/python -m tests.engines.vllm.families_table 2>build/families.log \
+	  || { tail -30 build/families.log; exit 1; }
 
 lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
 	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"

@@ -23,7 +23,7 @@ from tests.engines.vllm.family_runs import Evidence, gather
 
 _COLUMNS = [
     ("model", 12),
-    ("groups, in tokens per block", 40),
+    ("groups, tokens per block", 36),
     ("prompt", 6),
     ("loaded", 6),
     ("part", 5),
@@ -61,10 +61,7 @@ def row(seen: Evidence) -> list[str]:
     """The cells of a family."""
     family, warm = seen.family, seen.warm
     says = {name: "yes" if verdict else "NO" for name, verdict in verdicts(seen).items()}
-    groups = [
-        f"{len(list(same))} {kind} {block_size}"
-        for (kind, block_size), same in groupby(seen.plain.groups)
-    ]
+    groups = [f"{len(list(same))} x {spec}" for spec, same in groupby(seen.plain.specs)]
     return [
         family.model,
         ", ".join(groups),

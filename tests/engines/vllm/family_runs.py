@@ -30,6 +30,8 @@ class Plain:
     """What an engine without kvtide answers, and what its own prefix cache would have saved it."""
 
     groups: list[tuple[str, int]]
+    specs: list[str]
+    """The engine's own names of the groups."""
     first: list[int]
     partial: list[int]
     turn: list[int]
@@ -94,6 +96,7 @@ def run_plain(family: Family, model: Path) -> Plain:
             return output
 
         config = one.core.scheduler.kv_cache_config
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         first = fresh(family.first)
         partial, turn = fresh(family.partial), fresh(family.turn(first))
         prompts = {
@@ -107,10 +110,8 @@ def run_plain(family: Family, model: Path) -> Plain:
             [output] = one.run(prompt, num_tokens=1)
             own_hits[name] = output.num_cached_tokens
         return Plain(
-            groups=[
-                (_kind(group.kv_cache_spec), group.kv_cache_spec.block_size)
-                for group in config.kv_cache_groups
-            ],
+            groups=[(_KINDS[type(spec).__name__], spec.block_size) for spec in specs],
+            specs=[_described(spec) for spec in specs],
             first=first,
             partial=partial,
             turn=turn,
@@ -127,8 +128,10 @@ _KINDS = {
 }
 
 
-def _kind(spec: Any) -> str:
-    return _KINDS[type(spec).__name__]
+def _described(spec: Any) -> str:
+    name = type(spec).__name__.removesuffix("Spec").removesuffix("Attention")
+    state = getattr(spec, "mamba_type", None)
+    return f"{name if state is None else state.name} {spec.block_size}"
 
 
 def run_cold(family: Family, model: Path, url: str) -> Cold:

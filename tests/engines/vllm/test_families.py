@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.vllm import speculation_scenario
 from tests.engines.vllm.engines import InProcessEngine, engine, local_pool, prompt_of
-from tests.engines.vllm.families import BY_MODEL, FAMILIES, HIT
+from tests.engines.vllm.families import BY_MODEL, FAMILIES, HIT, SHARED
 from tests.engines.vllm.family_runs import Evidence, gather
 from tests.engines.vllm.models import DRAFT, build
 
@@ -111,6 +111,33 @@ def test_the_next_turn_of_a_conversation_resumes_behind_the_first(evidence: Evid
     assert evidence.warm.tokens["turn"] == evidence.plain.turn
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+def test_a_beginning_that_several_prompts_share_is_found_by_the_third_of_them(
+    name: str, models_folder: Path, pool_url: str
+) -> None:
+    """With vLLM's default retention, which keeps windows and states only where prompts end.
+
+    The second prompt finds full attention beyond its hit, and has the rest kept there too.
+    """
+    family = BY_MODEL[name]
+    model = build(name, models_folder)
+    others = [family.first[:SHARED] + prompt_of(81, seed=seed) for seed in (10, 11)]
+    prompts = [family.first, *others]
+    arguments = {**family.arguments, "prefix_cache_retention_interval": 0}
+    answers = []
+    for url in (None, pool_url):
+        with engine(model, url, **arguments) as one:
+            for prompt in prompts:
+                one.forget_local()
+                answers += one.run(prompt)
+                if url is not None:
+                    one.settle()
+    hits = [answer.num_cached_tokens for answer in answers]
+    assert hits == [0, 0, 0, 0, 0, 384]
+    tokens = [list(answer.outputs[0].token_ids) for answer in answers]
+    assert tokens[:3] == tokens[3:]
+
+
 NUM_PREEMPTED_OUTPUT = 240
 
 
@@ -121,15 +148,15 @@ def test_requests_preempted_for_lack_of_memory_resume_from_the_pool_with_the_sam
     """Six requests on a cache for two.
 
     An engine that resumes computes what it had generated as if it were a part of the prompt, which
-    rounds differently in bfloat16. So is each part of an answer compared with a plain engine's,
-    from where the request was resumed.
+    rounds differently in bfloat16. So each part of an answer is compared with a plain engine's,
+    from where the request was resumed; and only the prompt is saved, for the same reason.
     """
     family = BY_MODEL[name]
     model = build(name, models_folder)
     prompts = [prompt_of(100, seed=seed) for seed in range(6)]
+    arguments = {**family.arguments, "prefix_cache_retention_interval": 0}
     small = {"num_gpu_blocks_override": num_blocks, "max_model_len": 512}
-    options = {"save_decode_cache": True}
-    with engine(model, pool_url, options=options, **family.arguments, **small) as one:
+    with engine(model, pool_url, **arguments, **small) as one:
         cuts = note_preemptions(one, prompts)
         answers = one.generate(*prompts, num_tokens=NUM_PREEMPTED_OUTPUT)
         one.settle()
@@ -137,7 +164,7 @@ def test_requests_preempted_for_lack_of_memory_resume_from_the_pool_with_the_sam
         one.worker.check_idle()
         assert any(cuts)
         assert one.counters["loaded_tokens"] > 0
-    with engine(model, None, **family.arguments) as plain:
+    with engine(model, None, **arguments) as plain:
         for prompt, answer, cut in zip(prompts, answers, cuts, strict=True):
             assert answer == answered_in_parts(plain, prompt, answer, sorted(cut))
 
