@@ -18,9 +18,9 @@ SHARED = 400
 """What the prompt and the one that shares only a part of it have in common."""
 NUM_OUTPUT_TOKENS = 40
 
-# The rotary kernel of vLLM 0.32's CPU build answers wrongly where queries or keys are not packed
-# one after another, as in these models: tokens then depend on how a prompt is cut into steps, and
-# differ from transformers'. Without the kernel they are equal, for any cut.
+# The rotary kernel of vLLM 0.32's CPU build answers wrongly where queries and keys come with a
+# dimension for heads, as in these models: tokens then depend on how a prompt is cut into steps, and
+# differ from transformers'. Computed by torch they are equal, for any cut.
 _ROTARY_IN_TORCH = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
