@@ -283,7 +283,6 @@ def test_boundaries_are_multiples_of_all_block_sizes_or_of_hashes() -> None:
     """Groups of 16 and 32 tokens meet every 32; with partial hits, every hash block."""
     assert MIXED.lcm_block_size == MIXED.alignment == 32
     assert MIXED.last_boundary(95) == MIXED.aligned(95) == 64
-    assert MIXED.num_chunks(32, 96) == 4 + 2
     partial = Coordinator(MIXED.groups, 16, partial_hits=True)
     assert (partial.alignment, partial.lcm_block_size) == (16, 32)
     assert partial.last_boundary(95) == 80

@@ -167,6 +167,7 @@ def owing() -> Desk:
 def test_a_proof_follows_in_the_step_that_computes_it() -> None:
     """Nothing else is due there: the unit is not complete."""
     desk = owing()
+    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
     assert not desk.saving.is_due("r", 19)
     assert desk.saving.is_due("r", 20)
     assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 3), 0.0)) == []
@@ -211,12 +212,57 @@ def test_the_last_range_of_a_prefill_is_proven_at_its_end() -> None:
     desk = drafting(22)
     assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
     assert settled(desk, 0, 16) == []
-    assert list(desk.saving.emit(desk.tracker, desk.scheduled(16, 4), 0.0)) == []
-    assert settled(desk, 16, 4) == []
+    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
     assert not desk.saving.is_due("r", 21)
     assert desk.saving.is_due("r", 22)
     assert settled(desk, 20, 2) == [(BoundaryPut(1, 4, 20, 5),)]
     assert settled(desk, 22, 1) == []
+
+
+@pytest.mark.parametrize("num_tokens", range(17, 33))
+def test_a_proof_is_saved_for_any_length_of_prompt(num_tokens: int) -> None:
+    """Seen as an engine sees it that leaves out what is not due: 16 tokens a step."""
+    desk = drafting(num_tokens)
+    written = []
+    for computed in range(0, num_tokens, 16):
+        scheduled = desk.scheduled(computed, min(16, num_tokens - computed))
+        if desk.saving.is_due("r", computed + scheduled.num_scheduled_tokens):
+            list(desk.saving.emit(desk.tracker, scheduled, 0.0))
+            written += settled(desk, computed, scheduled.num_scheduled_tokens)
+            desk.saving.rest(desk.tracker, scheduled)
+    last = num_tokens // 8 * 8
+    has_proof = num_tokens % 8 >= 4
+    chunk = last // 4
+    expected = [(BoundaryPut(1, chunk, last + 4, chunk + 1),)] if has_proof else []
+    assert written == expected
+
+
+def test_tokens_that_are_not_settled_are_saved_some_steps_later() -> None:
+    """Two modules of a draft model: the last token's KV cache is written once more."""
+    policy = SavePolicy(prefill=True, decode=False, num_unsettled_tokens=2)
+    desk = Desk(Coordinator((FullAttention(8),), 4), 16, policy=policy)
+    (job,) = desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0)
+    assert isinstance(job.job, StoreJob)
+    assert job.job.end_token == 8
+    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
+    assert [n for n in (16, 17, 18, 19) if desk.saving.is_due("r", n)] == [18, 19]
+    (rest,) = desk.saving.emit(desk.tracker, desk.scheduled(17, 1), 0.0)
+    assert isinstance(rest.job, StoreJob)
+    assert (rest.job.start_token, rest.job.end_token) == (8, 16)
+    desk.saving.rest(desk.tracker, desk.scheduled(17, 1))
+    assert not desk.saving.is_due("r", 1000)
+
+
+def test_what_another_connector_loaded_is_saved() -> None:
+    """The engine held 16 tokens itself, and computes from 32: between, somebody else loaded."""
+    desk = Desk(Coordinator((FullAttention(8),), 4), 48)
+    desk.tracker.held_token = 16
+    desk.saving.begin(desk.tracker, desk.scheduled(32, 16))
+    assert desk.tracker.progress is not None
+    assert desk.tracker.progress.scheduled_offset == desk.tracker.progress.first_token == 16
+    desk.tracker.holds_loaded = True
+    desk.saving.begin(desk.tracker, desk.scheduled(32, 16))
+    assert desk.tracker.progress.scheduled_offset == 32
 
 
 def test_a_proof_waits_for_the_budget() -> None:

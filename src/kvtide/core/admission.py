@@ -278,7 +278,7 @@ class Admission:
         inquiry.tail_tokens = hit.tail_tokens
         if inquiry.gap_end and hit.hit_token >= inquiry.gap_end:
             inquiry.hit_token = max(hit.hit_token, inquiry.hit_beyond_gap)
-        tracker.shared_token = hit.common_token
+        tracker.shared_token = hit.shared_token
         tracker.repair = tracker.repair or not hit.sentinels_present
         return True
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
+from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import Group
 from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupQuery, drive, lookup
@@ -157,10 +157,15 @@ class Coordinator:
 
         Where there are states, only their hand-offs make boundaries, and bring the proofs along.
         """
-        if not self.max_proof_tokens or any(group.is_state for group in self.groups):
+        if not self.max_proof_tokens or self.num_state_groups:
             return False
         step = self._retention.step
         return bool(step and boundary % step == 0) or boundary in kept
+
+    @property
+    def num_state_groups(self) -> int:
+        """How many groups hold states: so many blocks does a boundary hand off."""
+        return sum(group.is_state for group in self.groups)
 
     @property
     def max_stored_per_unit(self) -> int:
@@ -246,13 +251,6 @@ class Coordinator:
             ]
             for group_id, group in enumerate(self.groups)
         ]
-
-    def num_chunks(self, start_token: int, end_token: int) -> int:
-        """Return how many chunks of all groups together make up a token range."""
-        return sum(
-            ceil_div(end_token, group.block_size) - start_token // group.block_size
-            for group in self.groups
-        )
 
     def find_longest_cache_hit(
         self,

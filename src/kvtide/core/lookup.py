@@ -17,7 +17,7 @@ from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.keys import HashWindow
 from kvtide.core.search import Ask, Boundaries, Found, SearchRange, search
 
-Probe: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
+Questions: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LookupHit:
     """The answer: the store holds what resuming at ``hit_token`` needs beyond ``start_token``.
 
     ``hit_token`` equals ``start_token`` on a miss. ``tail_tokens`` says per group which hash names
-    the chunk that ends at the hit (empty: the one at the hit, for all). ``common_token`` is how far
+    the chunk that ends at the hit (empty: the one at the hit, for all). ``shared_token`` is how far
     the prefix is stored, if only some groups have what resuming there needs; 0 where that is not
     known. ``sentinels_present`` is False where a chunk that the engine holds is missing.
     """
@@ -50,7 +50,7 @@ class LookupHit:
     start_token: int
     hit_token: int
     tail_tokens: tuple[int, ...] = ()
-    common_token: int = 0
+    shared_token: int = 0
     sentinels_present: bool = True
 
 
@@ -58,7 +58,7 @@ def lookup(
     query: LookupQuery,
     boundaries: Boundaries,
     databases: Sequence[Sequence[ChunkedTokenDatabase]],
-) -> Probe:
+) -> Questions:
     """Yield lists of keys to check and return the longest hit.
 
     ``databases[g]`` has one database per rank whose part of group ``g`` a hit needs: a chunk
@@ -120,12 +120,12 @@ def _ask_ranks(
     return present, sentinels_present
 
 
-def drive(probe: Probe, exists: Callable[[list[str]], Sequence[bool]]) -> LookupHit:
+def drive(questions: Questions, exists: Callable[[list[str]], Sequence[bool]]) -> LookupHit:
     """Run a lookup to its end with a presence function."""
     try:
-        keys = next(probe)
+        keys = next(questions)
         while True:
-            keys = probe.send(exists(keys))
+            keys = questions.send(exists(keys))
     except StopIteration as stop:
         hit = stop.value
         assert isinstance(hit, LookupHit)

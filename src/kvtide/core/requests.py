@@ -144,6 +144,8 @@ class RequestTracker:
     """Up to here others began alike, but nobody left all that resuming there needs; 0: unknown."""
     repair: bool = False
     """The store lacks part of what the engine holds: the first job starts at 0."""
+    held_token: int | None = None
+    """What the engine held itself when it asked last; ``None``: it has not asked in this life."""
     holds_loaded: bool = False
     """Its blocks hold what a load brought, though it has not computed anything yet."""
     load_limit_token: int | None = None
@@ -157,6 +159,7 @@ class RequestTracker:
             self.progress = None
             self.repair = False
             self.holds_loaded = False
+            self.held_token = None
 
     def adopt_next_prefix(self) -> None:
         """Take over the prefix of the new weights: what is computed from now on is theirs."""

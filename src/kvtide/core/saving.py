@@ -125,17 +125,25 @@ class Saving:
         """
         return num_tokens >= self._due_tokens.get(request_id, 0)
 
+    def rest(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
+        """Note from where on a request has to be looked at again, once its step is dealt with."""
+        progress = tracker.progress
+        assert progress is not None
+        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
+        if certain <= progress.scheduled_offset and not progress.must_rewind:
+            self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
+        else:
+            self.forget(tracker.request_id)
+
     def _next_due_token(self, tracker: RequestTracker, progress: SaveProgress) -> float:
         """Return the token count from which a request has to be looked at again."""
-        coordinator = self._coordinator
-        due = progress.scheduled_offset + coordinator.lcm_block_size
+        due = progress.scheduled_offset + self._coordinator.lcm_block_size
         if progress.owed_proofs:
-            proven = min(progress.owed_proofs) + coordinator.max_proof_tokens
+            proven = min(progress.owed_proofs) + self._coordinator.max_proof_tokens
             due = min(due, max(proven, tracker.num_admitted_tokens))
-        due += self.policy.num_unsettled_tokens
         if not self.policy.decode and due > tracker.num_admitted_tokens:
             return math.inf
-        return due
+        return due + self.policy.num_unsettled_tokens
 
     def forget(self, request_id: str) -> None:
         """Look at a request again in its next step: its life changed, or a job failed."""
@@ -151,7 +159,10 @@ class Saving:
         that this one continues, without a lookup in between (the next turn of a session).
         """
         tracker.num_admitted_tokens = scheduled.view.num_tokens
-        start = scheduled.num_computed_tokens
+        held = scheduled.num_computed_tokens
+        if tracker.held_token is not None and not tracker.holds_loaded:
+            held = min(held, tracker.held_token)  # the rest came from another connector
+        start = held
         if saved_before is not None:
             start = min(start, saved_before)
         if tracker.repair:
@@ -164,7 +175,7 @@ class Saving:
             offset,
             offset,
             BackOff(self._limits.delays),
-            first_token=scheduled.num_computed_tokens,
+            first_token=held,
         )
 
     def emit(
@@ -174,6 +185,7 @@ class Saving:
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
+        kept = self._kept_boundaries(tracker, scheduled.view)
         end = None
         while (next_end := self._next_end(tracker, progress, scheduled, now_s)) is not None:
             end = next_end
@@ -184,7 +196,7 @@ class Saving:
                 prefix_id=tracker.prefix_id,
                 start_token=progress.scheduled_offset,
                 end_token=end,
-                shared_token=tracker.shared_token,
+                kept=kept,
             )
             if planned.pinned_block_ids:
                 self._open(planned, progress)
@@ -193,15 +205,15 @@ class Saving:
             else:  # states alone, or all freed: nothing of this range can be saved any more
                 self._counters["skipped_null_chunks"] += planned.num_null
                 progress.pass_over(end)
-        if end is not None and self._owes_proof(tracker, scheduled.view, end):
+        # A decode goes on, and its next unit proves this one.
+        is_prefill = end is not None and end <= tracker.num_admitted_tokens
+        if end is not None and is_prefill and self._coordinator.owes_proof(end, kept):
             progress.owed_proofs[end] = end
 
-    def _owes_proof(self, tracker: RequestTracker, view: RequestView, boundary: int) -> bool:
-        if boundary > tracker.num_admitted_tokens:  # a decode goes on; the next unit proves it
-            return False
+    def _kept_boundaries(self, tracker: RequestTracker, view: RequestView) -> tuple[int, ...]:
+        """Return the boundaries of a request that are kept beside the regular ones."""
         shared = (tracker.shared_token, view.shared_token)
-        kept = self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
-        return self._coordinator.owes_proof(boundary, kept)
+        return self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
 
     def _next_end(
         self, tracker: RequestTracker, progress: SaveProgress, scheduled: Scheduled, now_s: float
@@ -209,7 +221,6 @@ class Saving:
         """Return where the next job of a request ends, ``None`` if there is none for now."""
         certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
         if certain <= progress.scheduled_offset and not progress.must_rewind:
-            self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
             return None
         if self._must_wait(now_s) or not progress.may_emit(now_s):
             return None
@@ -298,7 +309,7 @@ class Saving:
             prefix_id=tracker.prefix_id,
             boundary=boundary,
             certain_span=certain_span,
-            shared_token=tracker.shared_token,
+            kept=self._kept_boundaries(tracker, view),
         )
 
     def _open_boundary(self, planned: PlannedStore) -> PlannedStore:
@@ -345,7 +356,9 @@ class Saving:
         coordinator, limits, jobs = self._coordinator, self._limits, self._jobs
         unit = coordinator.lcm_block_size
         blocks_per_unit = max(1, coordinator.max_stored_per_unit)
-        room = (limits.max_pinned_blocks - jobs.num_pinned_blocks) // blocks_per_unit * unit
+        # States are offered for one step only: the next boundary's find room.
+        num_free = limits.max_pinned_blocks - jobs.num_pinned_blocks - coordinator.num_state_groups
+        room = num_free // blocks_per_unit * unit
         if room <= 0 and not jobs.num_pinned_blocks:
             room = unit
         staging_room = coordinator.aligned(limits.max_open_tokens - jobs.num_tokens)

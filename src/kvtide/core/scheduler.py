@@ -156,6 +156,7 @@ class PoolScheduler:
             # The engine asks for a request that we believe to be computing: it was preempted in
             # this very scheduling pass, and the step that says so has not been built yet.
             self._preempt(view, now_s)
+        tracker.held_token = num_computed_tokens
         namespace = self._prefixes.name_of(tracker.prefix_id)
         return self._admission.match(view, tracker, namespace, num_computed_tokens, now_s)
 
@@ -224,7 +225,8 @@ class PoolScheduler:
         tracker = self._trackers.get(view.request_id)
         if tracker is None or tracker.prefix_id is None:
             return []
-        planned = self._saving.publish(tracker, view, hand_offs, num_computed_tokens, now_s)
+        certain = num_computed_tokens - self._saving.policy.num_unsettled_tokens
+        planned = self._saving.publish(tracker, view, hand_offs, certain, now_s)
         self._pending_saves.extend(one.job for one in planned)
         return [block_id for one in planned for block_id in one.pinned_block_ids]
 
@@ -268,6 +270,7 @@ class PoolScheduler:
             yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
         yield from self._saving.emit(tracker, scheduled, now_s)
         yield from self._saving.settle_proofs(tracker, scheduled, now_s)
+        self._saving.rest(tracker, scheduled)
 
     def is_due(self, request_id: str, num_tokens: int) -> bool:
         """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.

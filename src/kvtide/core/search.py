@@ -40,13 +40,13 @@ class Found(NamedTuple):
     ``tail_tokens`` says per group which hash names the chunk that ends there: the one at that
     token, which lies at or after the hit and inside the chunk. Empty: the one at the hit, for all.
     Nothing is found where ``hit_token`` is the token at which the search started.
-    ``common_token`` is the last boundary that the downward-closed groups allow, where that lies
+    ``shared_token`` is the last boundary that the downward-closed groups allow, where that lies
     beyond the hit because the others lack something; else 0.
     """
 
     hit_token: int
     tail_tokens: tuple[int, ...] = ()
-    common_token: int = 0
+    shared_token: int = 0
 
 
 Search: TypeAlias = "Generator[Ask, Sequence[bool], Found]"
@@ -70,7 +70,7 @@ def search(
             hit = yield from probe.settle(hit)
         else:
             hit = min(hit, probe.cover(covered_token))
-    common = hit
+    shared = hit if forward else 0
     for follower in backward:
         follower.is_likely = bool(forward)
     backward.sort(key=lambda probe: len(probe.group.matched(hit)))
@@ -84,7 +84,7 @@ def search(
     tails = tuple(probe.tail_token(hit) for probe in probes)
     is_cut = any(tail != hit for tail in tails)
     is_found = hit > where.start_token
-    return Found(hit, tails if is_cut and is_found else (), common if common > hit else 0)
+    return Found(hit, tails if is_cut and is_found else (), shared if shared > hit else 0)
 
 
 def _probes(

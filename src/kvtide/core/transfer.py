@@ -91,20 +91,18 @@ def plan_store(
     prefix_id: int,
     start_token: int,
     end_token: int,
-    shared_token: int = 0,
+    kept: Sequence[int] = (),
 ) -> PlannedStore:
     """Plan the store of ``[start_token, end_token)``, both multiples of ``lcm_block_size``.
 
-    ``shared_token`` is one more token to resume at, see ``RequestTracker``. What the store mask
-    leaves out becomes null, like what the engine has freed. Nulls stay in the job (the worker skips
-    them) and are not pinned.
+    ``kept`` are the coordinator's kept boundaries. What the store mask leaves out becomes null,
+    like what the engine has freed. Nulls stay in the job (the worker skips them), unpinned.
     """
     unit = coordinator.hash_block_size
     pinned: list[int] = []
     num_wanted = 0
     first_chunks: list[int] = []
     tables: list[bytes] = []
-    kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
     all_runs = coordinator.stored_runs(start_token, end_token, kept)
     for group_id, runs in enumerate(all_runs):
         table: Sequence[int] = ()
@@ -144,7 +142,7 @@ def plan_boundary(
     prefix_id: int,
     boundary: int,
     certain_span: tuple[int, int],
-    shared_token: int = 0,
+    kept: Sequence[int] = (),
 ) -> PlannedStore:
     """Plan what beside store jobs is needed to resume at ``boundary``: its ``states``, cut chunks.
 
@@ -163,7 +161,6 @@ def plan_boundary(
         if state.block_id != NULL_BLOCK_ID
     ]
     num_null = len(states) - len(puts)
-    kept = coordinator.kept_boundaries(view.num_prompt_tokens, (shared_token, view.shared_token))
     saved_token = coordinator.aligned(certain_span[1])
     needed = coordinator.boundary_chunks(boundary, kept, saved_token=saved_token)
     for group_id, chunks in enumerate(needed):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.lookup import LookupHit, LookupQuery, Probe, lookup
+from kvtide.core.lookup import LookupHit, LookupQuery, Questions, lookup
 from kvtide.core.search import Boundaries
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.logs import FaultLog
@@ -33,7 +33,7 @@ class _Entry:
     query: LookupQuery
     namespace: str
     deadline_s: float
-    probe: Probe | None = None
+    questions: Questions | None = None
     keys: Sequence[str] = ()
     hit: LookupHit | None = None
     is_cancelled: bool = False
@@ -213,7 +213,7 @@ class LookupExecutor:
         for index, entry in enumerate(waiting):
             if entry.is_cancelled:
                 continue
-            if entry.probe is None:
+            if entry.questions is None:
                 self._step(entry, {})
                 # Lets the scheduling thread in between two bursts of key building.
                 time.sleep(0)
@@ -246,15 +246,15 @@ class LookupExecutor:
     def _step(self, entry: _Entry, answers: dict[str, bool]) -> None:
         """Send a lookup its answers (begin it, if it has not begun): more keys, or its hit."""
         try:
-            if entry.probe is None:
-                entry.probe = lookup(
+            if entry.questions is None:
+                entry.questions = lookup(
                     entry.query,
                     self._boundaries,
                     self._databases_for(entry.namespace),
                 )
-                entry.keys = next(entry.probe)
+                entry.keys = next(entry.questions)
             else:
-                entry.keys = entry.probe.send([answers[key] for key in entry.keys])
+                entry.keys = entry.questions.send([answers[key] for key in entry.keys])
                 with self._ready:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)
@@ -268,7 +268,7 @@ class LookupExecutor:
     def _answer(self, entry: _Entry, hit: LookupHit) -> None:
         with self._ready:
             entry.hit = hit
-            entry.probe = None
+            entry.questions = None
             entry.keys = ()
 
     def _count(self, name: str, amount: int) -> None:

@@ -151,7 +151,8 @@ class ModelledEngine:
                 "kv_connector_extra_config": {
                     "store": store,
                     "weights_version": "modelled",
-                    "lookup_wait_ms": 1000,
+                    "lookup_wait_ms": 10000,
+                    "lookup_timeout_ms": 10000,
                     "staging_size": "16MiB",
                     **self.setup.options,
                 },

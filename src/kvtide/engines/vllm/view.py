@@ -11,8 +11,10 @@ from kvtide.core.jobs import NULL_BLOCK_ID
 from kvtide.core.search import Ask, Found, SearchRange, search
 from kvtide.core.transfer import HandOff
 
-MAX_HINT_PROBES = 64
-"""Of a longer run of blocks only the ends are probed: the hint costs the engine's thread little."""
+MAX_HINT_PROBES = 256
+"""A hint costs the engine's thread so many look-ups in its own cache, beside a bisection."""
+_SHORT_RUN = 16
+"""A run of more blocks than this is bisected: it seldom has holes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +118,24 @@ class VllmRequestView:
         ]
 
     def local_hit_hint(self) -> int:
-        """Guess the local hit, with few probes of vLLM's prefix cache.
+        """Guess the local hit, with a bounded number of probes of vLLM's prefix cache.
 
         Where it is wrong, a second lookup covers the gap.
         """
         coordinator = self._tables.coordinator
         covered = self._covered_hint()
         if coordinator.may_shorten or not covered:
-            return covered
+            return max(0, covered - coordinator.max_proof_tokens)
         end_token = min(covered, max(0, self.num_tokens - 1))
         where = SearchRange(0, end_token, self.num_hashes)
         steps = search(coordinator.boundaries, where, covered_token=covered)
+        num_left = MAX_HINT_PROBES
         try:
             ask = next(steps)
             while True:
-                ask = steps.send(self._probe(ask))
+                probed, answers = self._probe(ask, num_left)
+                num_left -= probed
+                ask = steps.send(answers)
         except StopIteration as stop:
             found: Found = stop.value
             return found.hit_token
@@ -140,28 +145,41 @@ class VllmRequestView:
 
         Blocks are evicted from the end of a chain, so presence is nearly downward closed.
         """
-        coordinator, hashes = self._tables.coordinator, self.request.block_hashes
+        coordinator = self._tables.coordinator
         unit = coordinator.hash_block_size
-        covered = len(hashes) * unit
+        covered = self.num_hashes * unit
         for group_id, group in enumerate(coordinator.groups):
-            if not group.is_downward_closed:
-                continue
-            ratio = group.block_size // unit
-            low, high = 0, covered // group.block_size
-            while low < high:
-                middle = (low + high) // 2
-                if self._tables.is_cached(group_id, hashes[(middle + 1) * ratio - 1]):
-                    low = middle + 1
-                else:
-                    high = middle
-            covered = low * group.block_size
+            if group.is_downward_closed:
+                ratio = group.block_size // unit
+                names = range(ratio - 1, covered // unit, ratio)
+                covered = self._num_cached(group_id, names) * group.block_size
         return covered
 
-    def _probe(self, ask: Ask) -> list[bool]:
-        """Answer a question of the search from vLLM's own prefix cache."""
-        hashes, indexes = self.request.block_hashes, ask.hash_indexes
-        if len(indexes) > MAX_HINT_PROBES:
-            ends = (indexes[0], indexes[-1])
-            is_there = all(self._tables.is_cached(ask.group_id, hashes[i]) for i in ends)
-            return [is_there] * len(indexes)
-        return [self._tables.is_cached(ask.group_id, hashes[i]) for i in indexes]
+    def _num_cached(self, group_id: int, names: Sequence[int]) -> int:
+        """Guess how many blocks of a run vLLM holds before the first that it does not."""
+        hashes = self.request.block_hashes
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if self._tables.is_cached(group_id, hashes[names[middle]]):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _probe(self, ask: Ask, num_left: int) -> tuple[int, list[bool]]:
+        """Answer a question of the search from vLLM's own prefix cache, and say at what cost.
+
+        What is not probed for want of budget counts as absent: the hint is too low then.
+        """
+        hashes, names = self.request.block_hashes, ask.hash_indexes
+        group = self._tables.coordinator.groups[ask.group_id]
+        is_run = not group.is_state and len(names) > _SHORT_RUN and names[0] < names[-1]
+        if is_run:
+            num_cached = self._num_cached(ask.group_id, names)
+            return len(names).bit_length(), [i < num_cached for i in range(len(names))]
+        # Of states the last is the best, of others the first asked.
+        probed = names[max(0, len(names) - num_left) :] if group.is_state else names[:num_left]
+        answers = [self._tables.is_cached(ask.group_id, hashes[name]) for name in probed]
+        unprobed = [False] * (len(names) - len(probed))
+        return len(probed), unprobed + answers if group.is_state else answers + unprobed
