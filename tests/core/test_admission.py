@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvtide.core.admission import Admission, AdmissionLimits
+from kvtide.core.admission import Admission, AdmissionLimits, Granted
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
@@ -260,6 +260,30 @@ def test_a_budget_that_shrinks_again_is_a_miss_for_now() -> None:
     house.admission.load_started("other", 50)
     assert house.match() == 0
     assert house.admission.granted("r", 0) is None
+
+
+def test_loads_of_windows_leave_the_engine_room_to_compute() -> None:
+    """One block may be held. A single request may hold any number, or it would never load."""
+    house = House(12, coordinator=STATES, max_held_blocks=1)
+    states_at(house, 160)
+    house.arrive()
+    assert house.match() == 160
+    house.admission.load_started("other", 160, Granted(0, 160, ()))
+    assert house.admission.num_held_blocks == 1
+    assert house.match() == 0
+    house.admission.load_ended("other")
+    assert house.match() == 0
+    house.admission.moved_on("other")
+    assert house.match() == 160
+
+
+def test_full_attention_alone_is_not_held_back() -> None:
+    """The engine knows what such requests still need."""
+    house = House(10, max_held_blocks=0)
+    house.arrive()
+    house.admission.load_started("other", 160, Granted(0, 160, ()))
+    assert house.admission.num_held_blocks == 0
+    assert house.match() == 160
 
 
 def test_no_budget_at_all_is_a_miss_without_a_lookup() -> None:

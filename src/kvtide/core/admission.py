@@ -50,7 +50,9 @@ class AdmissionLimits:
     """Times in seconds, sizes in tokens.
 
     ``grant_wait_s`` is how long a promise may stand without the engine admitting the load.
-    ``max_load_tokens`` bounds what is promised or loading at any time over all requests.
+    ``max_load_tokens`` bounds what is promised or loading at any time over all requests, and
+    ``max_held_blocks`` the blocks of windows and states that such requests, and those that have
+    loaded and not begun to compute, hold; a single one may exceed it.
     """
 
     lookup_wait_s: float = 0.05
@@ -58,6 +60,7 @@ class AdmissionLimits:
     grant_wait_s: float = 5.0
     max_loads: int = 64
     max_load_tokens: int = 1 << 40
+    max_held_blocks: int = 1 << 40
     min_load_tokens: int = 0
     delays: Delays = field(default_factory=Delays)
 
@@ -110,6 +113,8 @@ class Admission:
         self._inquiries: dict[str, _Inquiry] = {}
         self._next_ticket = 0
         self._loading: dict[str, int] = {}
+        self._held_blocks: dict[str, int] = {}
+        """By request that loads, or has loaded and waits to compute: blocks of windows, states."""
         self._back_off = BackOff(limits.delays)
 
     def __repr__(self) -> str:
@@ -124,6 +129,11 @@ class Admission:
     def num_loads(self) -> int:
         """How many loads are under way."""
         return len(self._loading)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """How many blocks count against ``max_held_blocks``."""
+        return sum(self._held_blocks.values())
 
     def inquire(
         self,
@@ -172,6 +182,9 @@ class Admission:
             return None
         if self._was_refused(inquiry, tracker, now_s):
             return 0
+        if not self._may_hold(inquiry, num_computed_tokens):
+            inquiry.promised = inquiry.promised_since_s = None
+            return 0
         limit = self._limit_token(view, num_computed_tokens)
         if inquiry.hit_token > limit and not self._coordinator.may_shorten:
             return self._ask_below(
@@ -194,9 +207,19 @@ class Admission:
         tails = inquiry.tail_tokens if inquiry and hit_token == promised_token else ()
         return Granted(num_computed_tokens, hit_token, tails)
 
-    def load_started(self, request_id: str, num_tokens: int) -> None:
+    def load_started(
+        self, request_id: str, num_tokens: int, granted: Granted | None = None
+    ) -> None:
         """Count a load against the budget until :meth:`load_ended`."""
         self._loading[request_id] = num_tokens
+        if granted is not None:
+            self._held_blocks[request_id] = self._num_held_blocks(
+                granted.hit_token, granted.num_computed_tokens
+            )
+
+    def moved_on(self, request_id: str) -> None:
+        """Note that a request that has loaded computes, or has given its blocks back."""
+        self._held_blocks.pop(request_id, None)
 
     def load_ended(self, request_id: str) -> int:
         """Give the load's budget back and return its tokens, 0 where it was not counted."""
@@ -218,6 +241,23 @@ class Admission:
         if self._back_off.is_waiting(now_s):
             return False
         return len(self._loading) < self._limits.max_loads
+
+    def _may_hold(self, inquiry: _Inquiry, num_computed_tokens: int) -> bool:
+        """Tell whether a load leaves the engine room to compute.
+
+        Requests that wait for a load, or with what it brought, cannot be preempted. vLLM admits
+        them with regard to what the others still need, but takes blocks that a window has left
+        behind for blocks that are there: in a small cache all of them may wait for each other.
+        """
+        if not self._held_blocks:
+            return True
+        wanted = self._num_held_blocks(inquiry.hit_token, num_computed_tokens)
+        return self.num_held_blocks + wanted <= self._limits.max_held_blocks
+
+    def _num_held_blocks(self, hit_token: int, num_computed_tokens: int) -> int:
+        chunks = self._coordinator.load_mask(hit_token, num_computed_tokens)
+        groups = zip(self._coordinator.groups, chunks, strict=True)
+        return sum(len(each) for group, each in groups if not group.is_downward_closed)
 
     def _submit(
         self,

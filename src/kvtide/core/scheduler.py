@@ -115,6 +115,11 @@ class PoolScheduler:
         return self._admission.num_inquiries
 
     @property
+    def num_held_blocks(self) -> int:
+        """How many blocks of windows and states wait, loaded or loading, to be computed on."""
+        return self._admission.num_held_blocks
+
+    @property
     def num_loads(self) -> int:
         """How many loads are under way."""
         return self._admission.num_loads
@@ -174,7 +179,7 @@ class PoolScheduler:
         if not num_external_tokens:
             return
         tracker = self._trackers.get(view.request_id)
-        self._admission.load_started(view.request_id, num_external_tokens)
+        self._admission.load_started(view.request_id, num_external_tokens, granted)
         if granted is None or tracker is None or tracker.prefix_id is None:
             self._pending_loads.append(self._refused_load(view, num_external_tokens))
             return
@@ -292,6 +297,7 @@ class PoolScheduler:
         if tracker.progress is not None:
             return
         self._admission.drop(tracker.request_id)
+        self._admission.moved_on(tracker.request_id)
         self._saving.forget(tracker.request_id)
         self._saving.begin(tracker, scheduled, saved_before=saved_before)
 
@@ -314,6 +320,7 @@ class PoolScheduler:
         self._load_jobs.pop(request_id, None)
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.state is not RequestState.LOADING:
+            self._admission.moved_on(request_id)
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
         if failed_token is None:
@@ -322,6 +329,7 @@ class PoolScheduler:
             self._admission.resume()
             return
         self.counters["failed_loads"] += 1
+        self._admission.moved_on(request_id)
         tracker.adopt_next_prefix()  # it starts over
         tracker.num_failed_loads += 1
         known = tracker.load_limit_token
@@ -371,6 +379,8 @@ class PoolScheduler:
         if tracker.state is RequestState.LOADING and request_id in self._load_jobs:
             # The engine holds the blocks until the load has ended, and cannot pause before that.
             self._cancelled_loads.append(self._load_jobs[request_id])
+        else:
+            self._admission.moved_on(request_id)
         tracker.advance(RequestEvent.FINISHED)
 
     def check_integrity(self) -> None:
