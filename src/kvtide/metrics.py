@@ -12,7 +12,7 @@ COUNTERS: Mapping[str, str] = {
     # Saving, as the scheduler side sees it.
     "store_jobs": "Store jobs handed to the workers.",
     "boundary_jobs": "Jobs for states (and what goes with them) that the engine handed off.",
-    "lost_boundaries": "States handed off that were not saved: no budget, a back-off or a failure.",
+    "lost_boundaries": "States or proofs that were not saved: no budget, a back-off or a failure.",
     "skipped_null_chunks": "Chunks worth storing that had no block any more.",
     "repairs": "Requests saved from token 0, because the store lacked what the engine holds.",
     "pool_back_offs": "Store jobs after which all saving paused: no space, or the store is lost.",

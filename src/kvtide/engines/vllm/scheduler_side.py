@@ -181,7 +181,7 @@ class SchedulerSide:
         if not self._introduce(view):
             return (None if self._may_wait(view) else 0), False
         num_tokens = self._scheduler.match(view, num_computed_tokens, self._clock())
-        if self._has_states:
+        if self._has_states and self._config.saves_prefill:
             features.note_shared_prefix(request, self._scheduler.shared_token(view.request_id))
         return num_tokens, bool(num_tokens)
 
