@@ -182,8 +182,8 @@ class PoolConfig:
         "",
         "true or false",
         _flag,
-        "Save the KV cache of generated tokens too, not only that of prompts. A model with windows or "
-        "states needs `--prefix-cache-retention-interval` as well: vLLM's default keeps none there.",
+        "Save the KV cache of generated tokens too, not only that of prompts. A model with windows "
+        "or states needs `--prefix-cache-retention-interval` too: vLLM's default keeps none there.",
     )
     min_load_tokens: int = _option(
         0,
