@@ -174,7 +174,7 @@ def test_budgets_act_before_a_hit_is_promised() -> None:
     """Too many loads: a miss. Too many tokens: a shorter hit."""
     house = House(12, max_loads=1, max_load_tokens=100)
     assert house.match() == 96
-    house.admission.load_started("other", 40)
+    house.admission.load_started(other(), 40)
     assert house.match() == 0
     assert house.admission.load_ended("other") == 40
     assert house.admission.load_ended("other") == 0
@@ -257,32 +257,37 @@ def test_a_budget_that_shrinks_again_is_a_miss_for_now() -> None:
     states_at(house, 64, 160)
     house.arrive()
     assert house.match() is None
-    house.admission.load_started("other", 50)
+    house.admission.load_started(other(), 50)
     assert house.match() == 0
     assert house.admission.granted("r", 0) is None
 
 
-def test_loads_of_windows_leave_the_engine_room_to_compute() -> None:
-    """One block may be held. A single request may hold any number, or it would never load."""
-    house = House(12, coordinator=STATES, max_held_blocks=1)
-    states_at(house, 160)
-    house.arrive()
-    assert house.match() == 160
-    house.admission.load_started("other", 160, Granted(0, 160, ()))
-    assert house.admission.num_held_blocks == 1
-    assert house.match() == 0
-    house.admission.load_ended("other")
-    assert house.match() == 0
-    house.admission.moved_on("other")
-    assert house.match() == 160
+def other(num_tokens: int = 200) -> RecordingRequest:
+    """Another request."""
+    return RecordingRequest("other", num_tokens=num_tokens)
+
+
+def test_a_load_leaves_some_request_room_to_be_computed() -> None:
+    """Each holds 10 blocks of attention and a state; the other wants 14 and 4 in all, 7 more."""
+    for num_blocks, expected in ((30, 160), (29, 0)):
+        house = House(12, coordinator=STATES, num_blocks=num_blocks, max_step_tokens=64)
+        states_at(house, 160)
+        house.arrive()
+        assert house.match() == 160
+        house.admission.load_started(other(), 160, Granted(0, 160, ()))
+        assert house.admission.num_held_blocks == 11
+        assert house.match() == expected
+        house.admission.load_ended("other")
+        assert house.match() == expected
+        house.admission.moved_on("other")
+        assert house.match() == 160
 
 
 def test_full_attention_alone_is_not_held_back() -> None:
-    """The engine knows what such requests still need."""
-    house = House(10, max_held_blocks=0)
+    """The engine counts right what such requests still need."""
+    house = House(10, num_blocks=1)
     house.arrive()
-    house.admission.load_started("other", 160, Granted(0, 160, ()))
-    assert house.admission.num_held_blocks == 0
+    house.admission.load_started(other(), 160, Granted(0, 160, ()))
     assert house.match() == 160
 
 
@@ -291,7 +296,7 @@ def test_no_budget_at_all_is_a_miss_without_a_lookup() -> None:
     house = House(12, coordinator=STATES, max_load_tokens=100)
     states_at(house, 160)
     house.arrive()
-    house.admission.load_started("other", 95)
+    house.admission.load_started(other(), 95)
     assert house.match() == 0
     assert house.counters["lookups"] == 1
 

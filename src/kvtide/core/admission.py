@@ -50,9 +50,8 @@ class AdmissionLimits:
     """Times in seconds, sizes in tokens.
 
     ``grant_wait_s`` is how long a promise may stand without the engine admitting the load.
-    ``max_load_tokens`` bounds what is promised or loading at any time over all requests, and
-    ``max_held_blocks`` the blocks of windows and states that such requests, and those that have
-    loaded and not begun to compute, hold; a single one may exceed it.
+    ``max_load_tokens`` bounds what is promised or loading at any time over all requests. The engine
+    has ``num_blocks`` blocks and computes at most ``max_step_tokens`` in a step.
     """
 
     lookup_wait_s: float = 0.05
@@ -60,7 +59,8 @@ class AdmissionLimits:
     grant_wait_s: float = 5.0
     max_loads: int = 64
     max_load_tokens: int = 1 << 40
-    max_held_blocks: int = 1 << 40
+    num_blocks: int = 1 << 40
+    max_step_tokens: int = 1 << 20
     min_load_tokens: int = 0
     delays: Delays = field(default_factory=Delays)
 
@@ -96,6 +96,13 @@ class Granted(NamedTuple):
     tail_tokens: tuple[int, ...]
 
 
+class _Held(NamedTuple):
+    """Blocks that a request holds and cannot be made to give back, and what it wants in all."""
+
+    num_blocks: int
+    num_wanted: int
+
+
 class Admission:
     """Keeps one inquiry per waiting request and answers the engine from it."""
 
@@ -113,8 +120,8 @@ class Admission:
         self._inquiries: dict[str, _Inquiry] = {}
         self._next_ticket = 0
         self._loading: dict[str, int] = {}
-        self._held_blocks: dict[str, int] = {}
-        """By request that loads, or has loaded and waits to compute: blocks of windows, states."""
+        self._held: dict[str, _Held] = {}
+        """By request that loads, or has loaded and waits to compute."""
         self._back_off = BackOff(limits.delays)
 
     def __repr__(self) -> str:
@@ -132,8 +139,8 @@ class Admission:
 
     @property
     def num_held_blocks(self) -> int:
-        """How many blocks count against ``max_held_blocks``."""
-        return sum(self._held_blocks.values())
+        """How many blocks are held by requests that load, or have loaded and do not compute yet."""
+        return sum(one.num_blocks for one in self._held.values())
 
     def inquire(
         self,
@@ -182,7 +189,7 @@ class Admission:
             return None
         if self._was_refused(inquiry, tracker, now_s):
             return 0
-        if not self._may_hold(inquiry, num_computed_tokens):
+        if not self._may_hold(view.request_id, view.num_tokens, inquiry, num_computed_tokens):
             inquiry.promised = inquiry.promised_since_s = None
             return 0
         limit = self._limit_token(view, num_computed_tokens)
@@ -208,18 +215,16 @@ class Admission:
         return Granted(num_computed_tokens, hit_token, tails)
 
     def load_started(
-        self, request_id: str, num_tokens: int, granted: Granted | None = None
+        self, view: RequestView, num_tokens: int, granted: Granted | None = None
     ) -> None:
         """Count a load against the budget until :meth:`load_ended`."""
-        self._loading[request_id] = num_tokens
+        self._loading[view.request_id] = num_tokens
         if granted is not None:
-            self._held_blocks[request_id] = self._num_held_blocks(
-                granted.hit_token, granted.num_computed_tokens
-            )
+            self._held[view.request_id] = self._held_by(granted.hit_token, view.num_tokens)
 
     def moved_on(self, request_id: str) -> None:
         """Note that a request that has loaded computes, or has given its blocks back."""
-        self._held_blocks.pop(request_id, None)
+        self._held.pop(request_id, None)
 
     def load_ended(self, request_id: str) -> int:
         """Give the load's budget back and return its tokens, 0 where it was not counted."""
@@ -242,22 +247,31 @@ class Admission:
             return False
         return len(self._loading) < self._limits.max_loads
 
-    def _may_hold(self, inquiry: _Inquiry, num_computed_tokens: int) -> bool:
-        """Tell whether a load leaves the engine room to compute.
+    def _may_hold(
+        self, request_id: str, num_tokens: int, inquiry: _Inquiry, num_computed_tokens: int
+    ) -> bool:
+        """Tell whether a load leaves some request room to be computed to its end.
 
         Requests that wait for a load, or with what it brought, cannot be preempted. vLLM admits
         them with regard to what the others still need, but takes blocks that a window has left
-        behind for blocks that are there: in a small cache all of them may wait for each other.
+        behind for blocks that are there, and forgets copies of states: in a small cache all of them
+        may wait for each other. Full attention alone it counts right.
         """
-        if not self._held_blocks:
+        is_counted_right = all(group.is_downward_closed for group in self._coordinator.groups)
+        if is_counted_right or inquiry.hit_token <= num_computed_tokens:
             return True
-        wanted = self._num_held_blocks(inquiry.hit_token, num_computed_tokens)
-        return self.num_held_blocks + wanted <= self._limits.max_held_blocks
+        held = {**self._held, request_id: self._held_by(inquiry.hit_token, num_tokens)}
+        if len(held) == 1:
+            return True
+        num_free = self._limits.num_blocks - 1 - sum(one.num_blocks for one in held.values())
+        return any(num_free >= one.num_wanted - one.num_blocks for one in held.values())
 
-    def _num_held_blocks(self, hit_token: int, num_computed_tokens: int) -> int:
-        chunks = self._coordinator.load_mask(hit_token, num_computed_tokens)
-        groups = zip(self._coordinator.groups, chunks, strict=True)
-        return sum(len(each) for group, each in groups if not group.is_downward_closed)
+    def _held_by(self, hit_token: int, num_tokens: int) -> _Held:
+        coordinator, step = self._coordinator, self._limits.max_step_tokens
+        return _Held(
+            coordinator.blocks_to_resume(hit_token),
+            coordinator.blocks_to_compute(num_tokens, step),
+        )
 
     def _submit(
         self,

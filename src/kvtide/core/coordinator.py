@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
 from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupQuery, drive, lookup
@@ -237,6 +237,26 @@ class Coordinator:
             first = num_computed_tokens // group.block_size
             ranges.append(range(max(required.start, first), max(required.stop, first)))
         return ranges
+
+    def blocks_to_resume(self, boundary: int) -> int:
+        """Return how many blocks a request holds that has just been loaded up to ``boundary``."""
+        return sum(len(group.required(boundary)) for group in self.groups)
+
+    def blocks_to_compute(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Return how many blocks an engine wants for a request of ``num_tokens``, at most.
+
+        A window keeps what it reaches and what a step adds; a state the last two and two copies.
+        """
+        num_blocks = 0
+        for group in self.groups:
+            wanted = ceil_div(num_tokens, group.block_size) + 1
+            last = group.last_requiring(0)
+            if group.is_state:
+                wanted = 4
+            elif last is not None:
+                wanted = min(wanted, ceil_div(last + 1 + max_step_tokens, group.block_size) + 1)
+            num_blocks += wanted
+        return num_blocks
 
     def databases(self, namespace: str, ranks: range) -> list[list[ChunkedTokenDatabase]]:
         """Return per group one database per rank, under one namespace."""

@@ -116,7 +116,7 @@ class PoolScheduler:
 
     @property
     def num_held_blocks(self) -> int:
-        """How many blocks of windows and states wait, loaded or loading, to be computed on."""
+        """How many blocks are held by requests that load, or have loaded and do not compute yet."""
         return self._admission.num_held_blocks
 
     @property
@@ -179,7 +179,7 @@ class PoolScheduler:
         if not num_external_tokens:
             return
         tracker = self._trackers.get(view.request_id)
-        self._admission.load_started(view.request_id, num_external_tokens, granted)
+        self._admission.load_started(view, num_external_tokens, granted)
         if granted is None or tracker is None or tracker.prefix_id is None:
             self._pending_loads.append(self._refused_load(view, num_external_tokens))
             return

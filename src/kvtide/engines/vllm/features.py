@@ -213,6 +213,12 @@ def group_retains_longer_hits(group: Any) -> bool:
     )
 
 
+def max_step_tokens(vllm_config: Any) -> int:
+    """Return how many tokens may be in flight at once: what windows keep beside their reach."""
+    in_flight = getattr(vllm_config, "max_in_flight_tokens", None)
+    return int(in_flight or vllm_config.scheduler_config.max_num_batched_tokens)
+
+
 def boundary_hand_offs(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
     """Return the states offered in this step: by request ``(group, block, boundary)``.
 

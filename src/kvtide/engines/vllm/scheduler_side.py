@@ -38,8 +38,6 @@ from kvtide.units import format_size
 
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
-HELD_SHARE_OF_BLOCKS = 4
-"""Requests with loaded windows and states that do not compute yet hold at most this fraction."""
 MAX_JOB_CHUNKS = 512
 """A job stores at most so many, so that nobody works on one for a millisecond."""
 
@@ -149,7 +147,8 @@ class SchedulerSide:
                 lookup_wait_s=config.lookup_wait_ms / 1000,
                 max_loads=config.max_loads_in_flight,
                 max_load_tokens=config.max_load_bytes // unit_bytes * unit,
-                max_held_blocks=num_blocks // HELD_SHARE_OF_BLOCKS,
+                num_blocks=num_blocks,
+                max_step_tokens=self._plan.max_step_tokens,
                 min_load_tokens=config.min_load_tokens,
                 delays=delays,
             ),

@@ -26,6 +26,7 @@ class GroupPlan:
     :class:`~kvtide.core.coordinator.Coordinator`. The KV cache of the last
     ``num_unsettled_tokens`` that a request has computed may still be rewritten (draft modules that
     read several tokens ahead): it is not to be saved before that many more are computed.
+    ``max_step_tokens`` is how many tokens may be computed beyond what is settled.
     """
 
     groups: tuple[Group, ...]
@@ -36,6 +37,7 @@ class GroupPlan:
     partial_hits: bool = False
     retention_interval: int | None = None
     num_unsettled_tokens: int = 0
+    max_step_tokens: int = 1 << 20
 
     def coordinator(self) -> Coordinator:
         """Return the joint decisions over these groups, the same in every process."""
@@ -73,6 +75,7 @@ def translate_groups(kv_cache_config: Any, vllm_config: Any) -> GroupPlan:
         num_layers=tuple(len(group.layer_names) for group in chosen),
         partial_hits=sizes.hit_alignment < sizes.scheduler,
         retention_interval=_retention_interval(kv_cache_config, groups, sizes),
+        max_step_tokens=features.max_step_tokens(vllm_config),
         num_unsettled_tokens=max(0, features.num_prefill_lookahead_tokens(vllm_config) - 1),
     )
 
