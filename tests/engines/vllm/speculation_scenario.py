@@ -20,7 +20,8 @@ N_GRAMS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_max": 4,
-    "prompt_lookup_min": 2,
+    # One token that was seen before is enough; of two, random weights repeat hardly any.
+    "prompt_lookup_min": 1,
 }
 
 
