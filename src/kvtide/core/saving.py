@@ -244,8 +244,10 @@ class Saving:
         if progress is None:
             return []
         by_boundary: dict[int, list[HandOff]] = {}
+        named_token = view.num_hashes * self._coordinator.hash_block_size
         for hand_off in hand_offs:
-            if self._is_to_be_saved(tracker, progress, hand_off.boundary):
+            is_named = hand_off.boundary <= named_token
+            if is_named and self._is_to_be_saved(tracker, progress, hand_off.boundary):
                 by_boundary.setdefault(hand_off.boundary, []).append(hand_off)
         planned_jobs: list[PlannedStore] = []
         for boundary, states in sorted(by_boundary.items()):

@@ -37,11 +37,16 @@ class EngineTables:
         self.manager.block_pool.touch([self.block(block_id) for block_id in block_ids])
 
     def hand_offs(self, offers: Sequence[tuple[int, int, int]]) -> list[HandOff]:
-        """Return vLLM's ``(group, block, boundary)`` offers in the core's words."""
+        """Return vLLM's ``(group, block, boundary)`` offers of states in the core's words."""
+        states = {
+            self.group_ids[number]: number
+            for number, group in enumerate(self.coordinator.groups)
+            if group.is_state
+        }
         return [
-            HandOff(self.group_ids.index(group_id), block_id, boundary)
+            HandOff(states[group_id], block_id, boundary)
             for group_id, block_id, boundary in offers
-            if group_id in self.group_ids
+            if group_id in states
         ]
 
     def is_cached(self, group_id: int, block_hash: bytes) -> bool:
