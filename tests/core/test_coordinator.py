@@ -216,6 +216,8 @@ def test_the_end_of_a_saved_range_owes_the_proof_behind_it() -> None:
     assert not sparse.owes_proof(64, ())
     assert sparse.owes_proof(64, (64,))
     assert not Coordinator((FullAttention(32),), 16).owes_proof(64, ())
+    dense = Coordinator((FullAttention(16, proof_tokens=16),), 16, retention_interval=0)
+    assert dense.owes_proof(64, ())
 
 
 def test_with_states_their_hand_offs_bring_the_proofs() -> None:

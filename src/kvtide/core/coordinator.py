@@ -159,7 +159,8 @@ class Coordinator:
         """
         if not self.max_proof_tokens or self.num_state_groups:
             return False
-        step = self._retention.step
+        is_dense = all(group.ignores_retention for group in self.groups)
+        step = self.lcm_block_size if is_dense else self._retention.step
         return bool(step and boundary % step == 0) or boundary in kept
 
     @property
