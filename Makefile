@@ -20,8 +20,8 @@ demo: $(VENV)/.vllm ## see a prompt loaded from the pool instead of recomputed (
 	@echo "==> kvtide demo: three vLLM engines, one after another (about 2 min)"
 	@$(VENV)/bin/kvtide demo $(DEMO_ARGS)
 
-test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (10-15 min; first time 2 more)
-	@echo "==> pytest: the whole suite, vLLM end to end included (10-15 min)"
+test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (15-20 min; first time 2 more)
+	@echo "==> pytest: the whole suite, vLLM end to end included (15-20 min)"
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
