@@ -268,8 +268,8 @@ def other(num_tokens: int = 200) -> RecordingRequest:
 
 
 def test_a_load_leaves_some_request_room_to_be_computed() -> None:
-    """Each holds 10 blocks of attention and a state; the other wants 14 and 4 in all, 7 more."""
-    for num_blocks, expected in ((30, 160), (29, 0)):
+    """Each holds 10 blocks of attention and a state; the other wants 18 in all, this one 26."""
+    for num_blocks, expected in ((45, 160), (44, 0)):
         house = House(12, coordinator=STATES, num_blocks=num_blocks, max_step_tokens=64)
         states_at(house, 160)
         house.arrive()

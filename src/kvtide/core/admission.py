@@ -250,7 +250,7 @@ class Admission:
     def _may_hold(
         self, request_id: str, num_tokens: int, inquiry: _Inquiry, num_computed_tokens: int
     ) -> bool:
-        """Tell whether a load leaves some request room to be computed to its end.
+        """Tell whether a load leaves all that hold blocks room to be computed to their ends.
 
         Requests that wait for a load, or with what it brought, cannot be preempted. vLLM admits
         them with regard to what the others still need, but takes blocks that a window has left
@@ -264,7 +264,7 @@ class Admission:
         if len(held) == 1:
             return True
         num_free = self._limits.num_blocks - 1 - sum(one.num_blocks for one in held.values())
-        return any(num_free >= one.num_wanted - one.num_blocks for one in held.values())
+        return num_free >= sum(one.num_wanted - one.num_blocks for one in held.values())
 
     def _held_by(self, hit_token: int, num_tokens: int) -> _Held:
         coordinator, step = self._coordinator, self._limits.max_step_tokens
