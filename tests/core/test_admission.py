@@ -268,14 +268,14 @@ def other(num_tokens: int = 200) -> RecordingRequest:
 
 
 def test_a_load_leaves_some_request_room_to_be_computed() -> None:
-    """Each holds 10 blocks of attention and a state; the other wants 18 in all, this one 26."""
+    """The other wants 18 blocks to its end, this one 26, and one is the null block."""
     for num_blocks, expected in ((45, 160), (44, 0)):
         house = House(12, coordinator=STATES, num_blocks=num_blocks, max_step_tokens=64)
         states_at(house, 160)
         house.arrive()
         assert house.match() == 160
         house.admission.load_started(other(), 160, Granted(0, 160, ()))
-        assert house.admission.num_held_blocks == 11
+        assert house.admission.num_wanted_blocks == 18
         assert house.match() == expected
         house.admission.load_ended("other")
         assert house.match() == expected

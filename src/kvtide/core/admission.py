@@ -96,13 +96,6 @@ class Granted(NamedTuple):
     tail_tokens: tuple[int, ...]
 
 
-class _Held(NamedTuple):
-    """Blocks that a request holds and cannot be made to give back, and what it wants in all."""
-
-    num_blocks: int
-    num_wanted: int
-
-
 class Admission:
     """Keeps one inquiry per waiting request and answers the engine from it."""
 
@@ -120,8 +113,8 @@ class Admission:
         self._inquiries: dict[str, _Inquiry] = {}
         self._next_ticket = 0
         self._loading: dict[str, int] = {}
-        self._held: dict[str, _Held] = {}
-        """By request that loads, or has loaded and waits to compute."""
+        self._wanted_blocks: dict[str, int] = {}
+        """By request that loads, or has loaded and waits to compute: what it wants to its end."""
         self._back_off = BackOff(limits.delays)
 
     def __repr__(self) -> str:
@@ -138,9 +131,9 @@ class Admission:
         return len(self._loading)
 
     @property
-    def num_held_blocks(self) -> int:
-        """How many blocks are held by requests that load, or have loaded and do not compute yet."""
-        return sum(one.num_blocks for one in self._held.values())
+    def num_wanted_blocks(self) -> int:
+        """How many blocks requests want that load, or have loaded and do not compute yet."""
+        return sum(self._wanted_blocks.values())
 
     def inquire(
         self,
@@ -189,7 +182,7 @@ class Admission:
             return None
         if self._was_refused(inquiry, tracker, now_s):
             return 0
-        if not self._may_hold(view.request_id, view.num_tokens, inquiry, num_computed_tokens):
+        if not self._may_hold(view.num_tokens, inquiry, num_computed_tokens):
             inquiry.promised = inquiry.promised_since_s = None
             return 0
         limit = self._limit_token(view, num_computed_tokens)
@@ -220,11 +213,11 @@ class Admission:
         """Count a load against the budget until :meth:`load_ended`."""
         self._loading[view.request_id] = num_tokens
         if granted is not None:
-            self._held[view.request_id] = self._held_by(granted.hit_token, view.num_tokens)
+            self._wanted_blocks[view.request_id] = self._blocks_wanted_by(view.num_tokens)
 
     def moved_on(self, request_id: str) -> None:
         """Note that a request that has loaded computes, or has given its blocks back."""
-        self._held.pop(request_id, None)
+        self._wanted_blocks.pop(request_id, None)
 
     def load_ended(self, request_id: str) -> int:
         """Give the load's budget back and return its tokens, 0 where it was not counted."""
@@ -247,9 +240,7 @@ class Admission:
             return False
         return len(self._loading) < self._limits.max_loads
 
-    def _may_hold(
-        self, request_id: str, num_tokens: int, inquiry: _Inquiry, num_computed_tokens: int
-    ) -> bool:
+    def _may_hold(self, num_tokens: int, inquiry: _Inquiry, num_computed_tokens: int) -> bool:
         """Tell whether a load leaves all that hold blocks room to be computed to their ends.
 
         Requests that wait for a load, or with what it brought, cannot be preempted. vLLM admits
@@ -258,20 +249,13 @@ class Admission:
         may wait for each other. Full attention alone it counts right.
         """
         is_counted_right = all(group.is_downward_closed for group in self._coordinator.groups)
-        if is_counted_right or inquiry.hit_token <= num_computed_tokens:
+        if is_counted_right or not self._wanted_blocks or inquiry.hit_token <= num_computed_tokens:
             return True
-        held = {**self._held, request_id: self._held_by(inquiry.hit_token, num_tokens)}
-        if len(held) == 1:
-            return True
-        num_free = self._limits.num_blocks - 1 - sum(one.num_blocks for one in held.values())
-        return num_free >= sum(one.num_wanted - one.num_blocks for one in held.values())
+        num_usable = self._limits.num_blocks - 1  # but for the null block
+        return self.num_wanted_blocks + self._blocks_wanted_by(num_tokens) <= num_usable
 
-    def _held_by(self, hit_token: int, num_tokens: int) -> _Held:
-        coordinator, step = self._coordinator, self._limits.max_step_tokens
-        return _Held(
-            coordinator.blocks_to_resume(hit_token),
-            coordinator.blocks_to_compute(num_tokens, step),
-        )
+    def _blocks_wanted_by(self, num_tokens: int) -> int:
+        return self._coordinator.blocks_to_compute(num_tokens, self._limits.max_step_tokens)
 
     def _submit(
         self,
@@ -283,7 +267,9 @@ class Admission:
         *,
         sentinels: bool = False,
         end_token: int | None = None,
+        instead_of: _Inquiry | None = None,
     ) -> _Inquiry:
+        """Begin a lookup; one ``instead_of`` another goes on with the wait that the other began."""
         coordinator = self._coordinator
         unit = coordinator.hash_block_size
         end = min(view.num_tokens - 1, view.num_hashes * unit)
@@ -302,6 +288,8 @@ class Admission:
         inquiry = _Inquiry(
             None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s
         )
+        if instead_of is not None:
+            inquiry.wait_until_s, inquiry.gave_up = instead_of.wait_until_s, instead_of.gave_up
         self._inquiries[view.request_id] = inquiry
         if start_token < end or query.sentinel_hashes:
             inquiry.ticket = self._next_ticket
@@ -364,10 +352,10 @@ class Admission:
         """
         start = 0 if inquiry.num_gaps else num_computed_tokens
         gap_end = inquiry.known_from if self._coordinator.may_shorten else None
-        replacement = self._submit(view, tracker, namespace, start, now_s, end_token=gap_end)
+        replacement = self._submit(
+            view, tracker, namespace, start, now_s, end_token=gap_end, instead_of=inquiry
+        )
         replacement.num_gaps = inquiry.num_gaps + 1
-        replacement.wait_until_s = inquiry.wait_until_s
-        replacement.gave_up = inquiry.gave_up
         if gap_end is not None:
             replacement.gap_end = gap_end
             replacement.hit_beyond_gap = inquiry.hit_token
@@ -386,12 +374,11 @@ class Admission:
         if inquiry.is_bounded or limit_token <= num_computed_tokens:
             inquiry.promised = inquiry.promised_since_s = None
             return 0
+        start = num_computed_tokens
         replacement = self._submit(
-            view, tracker, namespace, num_computed_tokens, now_s, end_token=limit_token
+            view, tracker, namespace, start, now_s, end_token=limit_token, instead_of=inquiry
         )
         replacement.is_bounded = True
-        replacement.wait_until_s = inquiry.wait_until_s
-        replacement.gave_up = inquiry.gave_up
         return None
 
     def _was_refused(self, inquiry: _Inquiry, tracker: RequestTracker, now_s: float) -> bool:

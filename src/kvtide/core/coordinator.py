@@ -239,10 +239,6 @@ class Coordinator:
             ranges.append(range(max(required.start, first), max(required.stop, first)))
         return ranges
 
-    def blocks_to_resume(self, boundary: int) -> int:
-        """Return how many blocks a request holds that has just been loaded up to ``boundary``."""
-        return sum(len(group.required(boundary)) for group in self.groups)
-
     def blocks_to_compute(self, num_tokens: int, max_step_tokens: int) -> int:
         """Return how many blocks an engine wants for a request of ``num_tokens``, at most.
 

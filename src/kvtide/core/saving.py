@@ -206,8 +206,9 @@ class Saving:
                 self._counters["skipped_null_chunks"] += planned.num_null
                 progress.pass_over(end)
         # A decode goes on, and its next unit proves this one.
-        is_prefill = end is not None and end <= tracker.num_admitted_tokens
-        if end is not None and is_prefill and self._coordinator.owes_proof(end, kept):
+        if end is None or end > tracker.num_admitted_tokens:
+            return
+        if self._coordinator.owes_proof(end, kept):
             progress.owed_proofs[end] = end
 
     def _kept_boundaries(self, tracker: RequestTracker, view: RequestView) -> tuple[int, ...]:

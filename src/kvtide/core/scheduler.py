@@ -115,9 +115,9 @@ class PoolScheduler:
         return self._admission.num_inquiries
 
     @property
-    def num_held_blocks(self) -> int:
-        """How many blocks are held by requests that load, or have loaded and do not compute yet."""
-        return self._admission.num_held_blocks
+    def num_wanted_blocks(self) -> int:
+        """How many blocks requests want that load, or have loaded and do not compute yet."""
+        return self._admission.num_wanted_blocks
 
     @property
     def num_loads(self) -> int:

@@ -86,7 +86,7 @@ def check_idle(engine: ScriptedEngine) -> None:
     assert not engine.scheduler.num_open_jobs, f"{engine.scheduler!r}"
     assert not engine.scheduler.num_inquiries, f"{engine.scheduler!r}"
     assert not engine.scheduler.num_loads, f"{engine.scheduler!r}"
-    assert not engine.scheduler.num_held_blocks, f"{engine.scheduler!r}"
+    assert not engine.scheduler.num_wanted_blocks, f"{engine.scheduler!r}"
     assert not len(engine.lookups), f"{engine.lookups!r}"
     assert engine.pool.num_free == engine.pool.num_blocks - 1, f"{engine.pool!r}"
     for rank in engine.ranks.ranks:
