@@ -12,7 +12,7 @@ from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
-from kvtide.testing.engine_checks import check_engine, check_idle, check_store
+from kvtide.testing.engine_checks import check_engine, check_idle, check_store, finish
 from kvtide.testing.engine_model import chain_hashes
 from kvtide.testing.engine_requests import EngineState
 from kvtide.testing.engine_setup import EngineSetup, full_attention
@@ -35,18 +35,6 @@ def warm(store: MemoryStore | FaultyStore, setup: EngineSetup | None = None) -> 
     finish(engine)
     engine.pool.drop_cached()
     return engine
-
-
-def finish(engine: ScriptedEngine) -> None:
-    """Run to the end, checking every step, until nothing is left."""
-    for _ in range(500):
-        if not engine.has_work:
-            break
-        engine.step()
-        check_engine(engine)
-    for _ in range(4):
-        engine.step()
-    check_idle(engine)
 
 
 # ------------------------------------------------------------------ blocks that are used again

@@ -18,7 +18,7 @@ from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Arena, Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_attention import block_bytes
-from kvtide.testing.engine_checks import check_engine, check_idle, check_store
+from kvtide.testing.engine_checks import check_store, finish
 from kvtide.testing.engine_requests import EngineRequest
 from kvtide.testing.engine_setup import EngineSetup
 from tests.engine_models import HYBRIDS, MODELS, best_hit
@@ -39,14 +39,7 @@ def run(
 ) -> EngineRequest:
     """Run one request to its end and the pool to rest, checking every step."""
     request = engine.add(request_id, prompt, **how)
-    for _ in range(1000):
-        if not engine.has_work:
-            break
-        engine.step()
-        check_engine(engine)
-    for _ in range(4):
-        engine.step()
-    check_idle(engine)
+    finish(engine)
     assert engine.outputs[request_id] == engine.model.generate(prompt, request.max_tokens)
     return request
 
@@ -309,14 +302,7 @@ def test_bytes_survive_requests_that_push_each_other_out(name: str) -> None:
     prompts = {str(n): [n, *range(20)] for n in range(4)}
     for n, (request_id, prompt) in enumerate(prompts.items()):
         engine.add(request_id, prompt, max_tokens=15, accepts=(n, 1))
-    for _ in range(500):
-        if not engine.has_work:
-            break
-        engine.step()
-        check_engine(engine)
-    for _ in range(4):
-        engine.step()
-    check_idle(engine)
+    finish(engine)
     assert engine.outputs == {
         request_id: engine.model.generate(prompt, 15) for request_id, prompt in prompts.items()
     }

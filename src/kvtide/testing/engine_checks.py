@@ -95,6 +95,22 @@ def check_idle(engine: ScriptedEngine) -> None:
             assert NULL_BLOCK_ID not in block_ids, f"group {group_id}: the null block was copied"
 
 
+def finish(engine: ScriptedEngine, max_steps: int = 1000) -> None:
+    """Run to the end, checking every step, and some steps on until the pool is at rest.
+
+    Raises:
+        AssertionError: a check failed, or something is left after ``max_steps``.
+    """
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        engine.step()
+        check_engine(engine)
+    for _ in range(4):
+        engine.step()
+    check_idle(engine)
+
+
 def check_store(engine: ScriptedEngine, store: Store) -> int:
     """Check every value under the engine's names against its tokens; return how many there are.
 
