@@ -56,3 +56,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "a" / "final"
     build(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for engines that do not compute with what it holds."""
+    from tests.engines.model_folders import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("modelled") / "model")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a local pool for the engines of one test."""
+    return f"local://{tmp_path}/pool?size=64MiB"

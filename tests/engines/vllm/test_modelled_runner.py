@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvtide.core.jobs import BoundaryJob
-from tests.engines.model_folders import make_folder
 from tests.engines.vllm.modelled_runner import (
     ModelledEngine,
     Setup,
@@ -48,18 +47,6 @@ KINDS: dict[str, Callable[[], list[Any]]] = {
         attention("SlidingWindowSpec", 8, sliding_window=64),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder; what it holds is not computed with."""
-    return make_folder(tmp_path_factory.mktemp("modelled") / "model")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """A local pool for the engines of one test."""
-    return f"local://{tmp_path}/pool?size=64MiB"
 
 
 def tokens(seed: int, count: int) -> list[int]:

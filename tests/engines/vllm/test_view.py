@@ -8,21 +8,8 @@ from typing import Any
 import pytest
 
 from kvtide.engines.vllm.view import MAX_HINT_PROBES
-from tests.engines.model_folders import make_folder
 from tests.engines.vllm.modelled_runner import ModelledEngine, Setup, modelled_engine
 from tests.engines.vllm.test_modelled_runner import EAGLE, KINDS, run, setup_of, tokens
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder; what it holds is not computed with."""
-    return make_folder(tmp_path_factory.mktemp("view") / "model")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """A pool of the test's own."""
-    return f"local://{tmp_path}/pool?size=64MiB"
 
 
 def hint_and_hit(engine: ModelledEngine, prompt: list[int]) -> tuple[int, int]:
