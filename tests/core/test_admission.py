@@ -275,11 +275,11 @@ def test_a_load_leaves_some_request_room_to_be_computed() -> None:
         house.arrive()
         assert house.match() == 160
         house.admission.load_started(other(), 160, Granted(0, 160, ()))
-        assert house.admission.num_wanted_blocks == 18
+        assert house.admission.room.num_wanted_blocks == 18
         assert house.match() == expected
         house.admission.load_ended("other")
         assert house.match() == expected
-        house.admission.moved_on("other")
+        house.admission.room.leave("other")
         assert house.match() == 160
 
 

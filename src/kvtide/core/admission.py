@@ -26,6 +26,7 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.keys import HashWindow
 from kvtide.core.lookup import LookupHit, LookupQuery
 from kvtide.core.requests import RequestTracker
+from kvtide.core.room import Room
 from kvtide.core.transfer import RequestView
 
 MAX_FAILED_LOADS = 2
@@ -113,8 +114,8 @@ class Admission:
         self._inquiries: dict[str, _Inquiry] = {}
         self._next_ticket = 0
         self._loading: dict[str, int] = {}
-        self._wanted_blocks: dict[str, int] = {}
-        """By request that loads, or has loaded and waits to compute: what it wants to its end."""
+        self.room = Room(coordinator, limits.num_blocks, limits.max_step_tokens)
+        """Left by whoever loaded once it computes, or has given its blocks back."""
         self._back_off = BackOff(limits.delays)
 
     def __repr__(self) -> str:
@@ -129,11 +130,6 @@ class Admission:
     def num_loads(self) -> int:
         """How many loads are under way."""
         return len(self._loading)
-
-    @property
-    def num_wanted_blocks(self) -> int:
-        """How many blocks requests want that load, or have loaded and do not compute yet."""
-        return sum(self._wanted_blocks.values())
 
     def inquire(
         self,
@@ -182,7 +178,8 @@ class Admission:
             return None
         if self._was_refused(inquiry, tracker, now_s):
             return 0
-        if not self._may_hold(view.num_tokens, inquiry, num_computed_tokens):
+        has_hit = inquiry.hit_token > num_computed_tokens
+        if has_hit and not self.room.is_enough_for(view.num_tokens):
             inquiry.promised = inquiry.promised_since_s = None
             return 0
         limit = self._limit_token(view, num_computed_tokens)
@@ -213,11 +210,7 @@ class Admission:
         """Count a load against the budget until :meth:`load_ended`."""
         self._loading[view.request_id] = num_tokens
         if granted is not None:
-            self._wanted_blocks[view.request_id] = self._blocks_wanted_by(view.num_tokens)
-
-    def moved_on(self, request_id: str) -> None:
-        """Note that a request that has loaded computes, or has given its blocks back."""
-        self._wanted_blocks.pop(request_id, None)
+            self.room.enter(view.request_id, view.num_tokens)
 
     def load_ended(self, request_id: str) -> int:
         """Give the load's budget back and return its tokens, 0 where it was not counted."""
@@ -239,23 +232,6 @@ class Admission:
         if self._back_off.is_waiting(now_s):
             return False
         return len(self._loading) < self._limits.max_loads
-
-    def _may_hold(self, num_tokens: int, inquiry: _Inquiry, num_computed_tokens: int) -> bool:
-        """Tell whether a load leaves all that hold blocks room to be computed to their ends.
-
-        Requests that wait for a load, or with what it brought, cannot be preempted. vLLM admits
-        them with regard to what the others still need, but takes blocks that a window has left
-        behind for blocks that are there, and forgets copies of states: in a small cache all of them
-        may wait for each other. Full attention alone it counts right.
-        """
-        is_counted_right = all(group.is_downward_closed for group in self._coordinator.groups)
-        if is_counted_right or not self._wanted_blocks or inquiry.hit_token <= num_computed_tokens:
-            return True
-        num_usable = self._limits.num_blocks - 1  # but for the null block
-        return self.num_wanted_blocks + self._blocks_wanted_by(num_tokens) <= num_usable
-
-    def _blocks_wanted_by(self, num_tokens: int) -> int:
-        return self._coordinator.blocks_to_compute(num_tokens, self._limits.max_step_tokens)
 
     def _submit(
         self,

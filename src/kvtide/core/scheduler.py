@@ -117,7 +117,7 @@ class PoolScheduler:
     @property
     def num_wanted_blocks(self) -> int:
         """How many blocks requests want that load, or have loaded and do not compute yet."""
-        return self._admission.num_wanted_blocks
+        return self._admission.room.num_wanted_blocks
 
     @property
     def num_loads(self) -> int:
@@ -297,7 +297,7 @@ class PoolScheduler:
         if tracker.progress is not None:
             return
         self._admission.drop(tracker.request_id)
-        self._admission.moved_on(tracker.request_id)
+        self._admission.room.leave(tracker.request_id)
         self._saving.forget(tracker.request_id)
         self._saving.begin(tracker, scheduled, saved_before=saved_before)
 
@@ -320,7 +320,7 @@ class PoolScheduler:
         self._load_jobs.pop(request_id, None)
         tracker = self._trackers.get(request_id)
         if tracker is None or tracker.state is not RequestState.LOADING:
-            self._admission.moved_on(request_id)
+            self._admission.room.leave(request_id)
             return
         tracker.advance(RequestEvent.LOAD_ENDED)
         if failed_token is None:
@@ -329,7 +329,7 @@ class PoolScheduler:
             self._admission.resume()
             return
         self.counters["failed_loads"] += 1
-        self._admission.moved_on(request_id)
+        self._admission.room.leave(request_id)
         tracker.adopt_next_prefix()  # it starts over
         tracker.num_failed_loads += 1
         known = tracker.load_limit_token
@@ -380,7 +380,7 @@ class PoolScheduler:
             # The engine holds the blocks until the load has ended, and cannot pause before that.
             self._cancelled_loads.append(self._load_jobs[request_id])
         else:
-            self._admission.moved_on(request_id)
+            self._admission.room.leave(request_id)
         tracker.advance(RequestEvent.FINISHED)
 
     def check_integrity(self) -> None:
