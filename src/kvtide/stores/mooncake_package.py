@@ -24,8 +24,8 @@ FOLDER = Path("lib") / "kvtide-mooncake"
 """Where in an environment the libraries lie that were unpacked for it."""
 _REMEDY = (
     "install them (Debian, Ubuntu: apt-get install libibverbs1 librdmacm1 libnl-3-200"
-    " libnl-route-3-200; Fedora, RHEL: dnf install libibverbs librdmacm libnl3), or without root run"
-    " scripts/install-mooncake-libraries from kvtide's repository with this Python"
+    " libnl-route-3-200; Fedora, RHEL: dnf install libibverbs librdmacm libnl3), or, without root,"
+    " run scripts/install-mooncake-libraries of kvtide's repository for this Python"
 )
 
 
