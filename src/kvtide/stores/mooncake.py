@@ -142,10 +142,10 @@ class MooncakeStore(Store):
                 raise StoreLostError(f"{self._name} is lost: {_NO_ANSWER}")
         failed = Counter(code for code in answers if code < 0)
         if failed:
-            self._count(failed)
+            self._note(failed)
         return answers
 
-    def _count(self, failed: Counter[int]) -> None:
+    def _note(self, failed: Counter[int]) -> None:
         with self._counter_lock:
             self._counters["failed_transfers"] += failed[codes.TRANSFER_FAILED]
             self._counters["refused_by_lease"] += failed[codes.LEASED]

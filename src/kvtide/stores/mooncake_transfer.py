@@ -7,6 +7,7 @@ segments are gathered into one registered buffer first. Over RDMA they go as the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,6 +22,10 @@ MAX_PER_CALL = 1024
 """Keys, and segments, of one native call: lists of them are made under the interpreter lock, and a
 TCP peer refuses what goes beyond 2,048 segments."""
 GATHER_BYTES = 64 << 20
+ROOM_WAIT_S = 0.2
+"""How long a put waits for a full pool to evict: it takes tens of milliseconds if it can."""
+MAX_ROOM_WAIT_S = 2.0
+_ROOM_POLL_S = 0.02
 
 Ask = Callable[[int, Callable[[], list[int]]], list[int]]
 """Makes a native call for so many keys, and returns its codes."""
@@ -49,8 +54,25 @@ class MooncakeTransfer:
         self._buffer: ByteArray | None = None
 
     def put(self, batch: Batch) -> list[int]:
-        """Return one code per key."""
-        return self._move(batch, self._put)
+        """Return one code per key.
+
+        A full pool refuses a put and only then begins to evict: what had no space is put again,
+        until ``ROOM_WAIT_S`` pass without any, and for ``MAX_ROOM_WAIT_S`` in all.
+        """
+        answers = self._move(batch, self._put)
+        refused = _refused(answers)
+        now_s = time.monotonic()
+        end_s, give_up_s = now_s + MAX_ROOM_WAIT_S, now_s + ROOM_WAIT_S
+        while refused and time.monotonic() < min(end_s, give_up_s):
+            time.sleep(_ROOM_POLL_S)
+            again = self._move(batch.select(refused), self._put)
+            for index, code in zip(refused, again, strict=True):
+                answers[index] = code
+            left = _refused(answers)
+            if len(left) < len(refused):
+                give_up_s = time.monotonic() + ROOM_WAIT_S
+            refused = left
+        return answers
 
     def get(self, batch: Batch) -> list[int]:
         """Return per key the bytes read, or a code."""
@@ -102,6 +124,10 @@ class MooncakeTransfer:
         lengths = [part.value_bytes(index) for index in range(len(part))]
         starts = (int(self._buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()
         return Batch(part.keys, [(start,) for start in starts], [(size,) for size in lengths])
+
+
+def _refused(answers: Sequence[int]) -> list[int]:
+    return [index for index, code in enumerate(answers) if code == codes.NO_SPACE]
 
 
 def _has_one_segment_each(part: Batch) -> bool:
