@@ -85,8 +85,14 @@ class CircuitBreaker:
     def _probe_until_back(self) -> None:
         pause_s = self._first_pause_s
         while not self._stopped.wait(pause_s):
-            if self._probe():
+            if self._is_back():
                 with self._lock:
                     self._reason = ""
                 return
             pause_s = min(2 * pause_s, self._max_pause_s)
+
+    def _is_back(self) -> bool:
+        try:
+            return self._probe()
+        except Exception:  # noqa: BLE001 - a probe that fails has not found the backend
+            return False

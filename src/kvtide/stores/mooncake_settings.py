@@ -51,7 +51,8 @@ class MooncakeSettings:
     @property
     def master(self) -> str:
         """The master's address as Mooncake writes it."""
-        return f"{self.master_host}:{self.master_port}"
+        host = f"[{self.master_host}]" if ":" in self.master_host else self.master_host
+        return f"{host}:{self.master_port}"
 
 
 def read_settings(url: StoreUrl) -> MooncakeSettings:
@@ -73,7 +74,7 @@ def read_settings(url: StoreUrl) -> MooncakeSettings:
         _check_device(str(values.get("device", "")), reader)
     _check_segment(int(values.get("segment_bytes", 0)), reader)
     reader.finish()
-    if values.get("device") == AUTO_DEVICE:
+    if values.get("device") == AUTO_DEVICE or protocol != "rdma":
         values["device"] = ""
     return MooncakeSettings(**values)  # type: ignore[arg-type]
 
