@@ -75,11 +75,14 @@ class Evidence:
     seconds: float
 
 
-def gather(family: Family, folder: Path, url: str) -> Evidence:
-    """Run a family's engines on the empty pool ``url``; ``folder`` keeps the models."""
+def gather(family: Family, folder: Path, url: str, plain: Plain | None = None) -> Evidence:
+    """Run a family's engines on the empty pool ``url``; ``folder`` keeps the models.
+
+    ``plain`` is what was seen of the engine without a pool before, if it was.
+    """
     begun_s = time.monotonic()
     model = build(family.model, folder)
-    plain = run_plain(family, model)
+    plain = plain or run_plain(family, model)
     cold = run_cold(family, model, url)
     output = json.dumps(plain.first)
     warm = Warm(**run_script("family_runs", family.model, str(folder), url, output))
