@@ -189,14 +189,15 @@ def _with_zeros(one: InProcessEngine, kind: str, prompt: list[int], num_tokens: 
     one.forget_local()
     groups = one.connector._scheduler_side._plan.groups
     chosen = {index for index, group in enumerate(groups) if type(group).__name__ == kind}
-    with _zeroed_loads(chosen):
+    with zeroed_loads(chosen):
         [tokens] = one.generate(prompt, num_tokens=num_tokens)
         one.settle()
     return tokens
 
 
 @contextmanager
-def _zeroed_loads(groups: set[int]) -> Iterator[None]:
+def zeroed_loads(groups: set[int]) -> Iterator[None]:
+    """Replace what is loaded of some groups by zeros, for as long as a ``with`` lasts."""
     from kvtide.engines.vllm.tensors import TensorBlocks
 
     write = TensorBlocks.write
