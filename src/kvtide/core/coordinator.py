@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
-from kvtide.core.keys import HashWindow, KeyMetadata
+from kvtide.core.keys import HashWindow, KeyMetadata, KeyStyle, PoolKey
 from kvtide.core.lookup import LookupQuery, drive, lookup
 from kvtide.core.retention import Retention
 from kvtide.core.search import Boundaries
@@ -255,7 +255,9 @@ class Coordinator:
             num_blocks += wanted
         return num_blocks
 
-    def databases(self, namespace: str, ranks: range) -> list[list[ChunkedTokenDatabase]]:
+    def databases(
+        self, namespace: str, ranks: range, keys: KeyStyle = PoolKey
+    ) -> list[list[ChunkedTokenDatabase]]:
         """Return per group one database per rank, under one namespace."""
         return [
             [
@@ -263,6 +265,7 @@ class Coordinator:
                     KeyMetadata(namespace, rank, group_id),
                     block_size=group.block_size,
                     hash_block_size=self.hash_block_size,
+                    keys=keys,
                 )
                 for rank in ranks
             ]
