@@ -1,7 +1,8 @@
 """A rank's KV cache as rows of bytes: what staging reads from and loads write to.
 
 A block's value is the concatenation of its layers' bytes, each in memory order without gaps. Two
-engines whose layouts differ only in where blocks lie therefore write the same bytes.
+engines whose layouts differ only in where blocks lie therefore write the same bytes. (Another form,
+vLLM's own, is made by :mod:`kvtide.engines.vllm.raw_blocks`.)
 
 On a CUDA device blocks are copied on a stream of kvtide's own. Its indexing is tested on host
 tensors, but the streams, the fence and the pinning have not run in the project's own tests, which
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -27,6 +28,13 @@ from kvtide.engines.vllm.segments import Segment, find_segment
 from kvtide.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
+
+BlockFinder = Callable[
+    [Mapping[str, Any], Any, Sequence[int], Mapping[str, str]],
+    tuple[list[list[Layer]], list[str]],
+]
+"""Takes what :class:`TensorBlocks` takes; returns per group what is copied of a block, and faults.
+"""
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -68,17 +76,20 @@ class TensorBlocks:
         kv_cache_config: Any,
         group_ids: Sequence[int],
         traits: Mapping[str, str] | None = None,
+        *,
+        find: BlockFinder | None = None,
     ) -> None:
         """Find the blocks of the groups ``group_ids`` in the tensors vLLM registered.
 
-        ``traits`` is :func:`features.attention_traits` of the layers.
+        ``traits`` is :func:`features.attention_traits` of the layers. ``find`` says what makes up
+        a block's bytes; without it that is :func:`find_layers`.
 
         Raises:
             UnsupportedModelError: a layer has no tensor, lies on a device kvtide cannot copy
                 from, or is laid out in a way that shows no blocks; all such layers are named.
         """
         self._num_blocks = int(kv_cache_config.num_blocks)
-        layers, faults = _find_layers(kv_caches, kv_cache_config, group_ids, traits or {})
+        layers, faults = (find or find_layers)(kv_caches, kv_cache_config, group_ids, traits or {})
         devices = {layer.tensor.device for group in layers for layer in group}
         faults += _device_faults(devices)
         if faults:
@@ -189,12 +200,13 @@ class TensorBlocks:
                 _DeviceFence(self._stream).wait()
 
 
-def _find_layers(
-    kv_caches: Mapping[str, torch.Tensor],
+def find_layers(
+    kv_caches: Mapping[str, Any],
     kv_cache_config: Any,
     group_ids: Sequence[int],
     traits: Mapping[str, str],
 ) -> tuple[list[list[Layer]], list[str]]:
+    """Return per group its layers' parts of a block, and what stands against a layer."""
     planned = {
         name: tensor.block_stride
         for tensor in kv_cache_config.kv_cache_tensors
