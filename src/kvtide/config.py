@@ -253,14 +253,24 @@ class PoolConfig:
         "seconds",
         "above 0",
         _number(0, above=True),
-        "The first pause after a save failed; it doubles with each further failure.",
+        "The first pause after a save failed, or a load lost its store; it doubles with each "
+        "further failure.",
     )
     max_backoff_s: float = _option(
+        2,
+        "seconds",
+        "above 0",
+        _number(0, above=True),
+        "The longest pause after failed saves. A try that fails costs little, and saving resumes "
+        "no later than this after the store has room, or is back.",
+    )
+    max_load_backoff_s: float = _option(
         30,
         "seconds",
         "above 0",
         _number(0, above=True),
-        "The longest pause after failed saves.",
+        "The longest pause of loading, after loads whose store was lost or hung. The first is "
+        "`backoff_s` long; a try that fails costs a request up to `load_timeout_s`.",
     )
     max_bad_keys: int = _option(
         65536,

@@ -23,7 +23,7 @@ COUNTERS: Mapping[str, str] = {
     "failed_jobs": "Store jobs with a chunk that could not be written, or past their deadline.",
     "lost_jobs": "Store jobs whose store call failed as a whole, or outlived their deadline.",
     "expired_jobs": "Store jobs ended by their deadline (they are failed or lost ones too).",
-    "existing_chunks": "Chunks that were to be written and were in the store already.",
+    "existing_chunks": "Chunks found in the store already (mooncake:// counts them as written).",
     "saved_chunks": "Chunks written to the store.",
     "saved_bytes": "Bytes written to the store, tags included.",
     # Lookups.
@@ -50,6 +50,12 @@ COUNTERS: Mapping[str, str] = {
     "blocked_chunks": "Chunks of a load without a usable target block.",
     "cancelled_loads": "Loads ended early because their request was aborted.",
     "expired_loads": "Loads ended by their deadline (they are lost ones too).",
+    # The store itself, in whichever process calls it.
+    "store_outages": "Times the store was found lost; it is probed for until it is back.",
+    "refused_store_calls": "Store calls that failed at once, for the store is known to be lost.",
+    "failed_transfers": "Values that did not travel: the store's owner of that memory is gone.",
+    "refused_by_lease": "Removals refused because some reader held a lease on the value.",
+    "expired_leases": "Reads that took longer than the lease on the value, and so failed.",
     # Both.
     "resets": "Resets of the cache: the weights may have changed.",
 }

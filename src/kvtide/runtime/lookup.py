@@ -122,10 +122,10 @@ class LookupExecutor:
             self._drop(ticket)
 
     def take_counters(self) -> Counter[str]:
-        """Return what was counted since the last call."""
+        """Return what was counted since the last call, by the store too."""
         with self._ready:
             taken, self._counters = self._counters, Counter()
-            return taken
+        return taken + self._store.take_counters()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread and close the store; a call that hangs is abandoned, its store open."""

@@ -7,7 +7,7 @@ and what a hung call still uses, its staging rows, is freed only when it returns
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtide.core.batch import Batch
 from kvtide.core.jobs import JobEnd
@@ -95,15 +95,13 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
 
     def _send(self, batch: Batch, outcomes: dict[str, JobEnd]) -> None:
         """Put what is missing of ``batch``; ``outcomes`` gets an entry per key as it is known."""
-        present = self._store.exists(batch.keys)
-        _check_answers(present, batch.keys)
         bad = self._bad_keys.among(batch.keys)
-        is_present = dict(zip(batch.keys, present, strict=True))
-        stale = [key for key in batch.keys if key in bad and is_present[key]]
+        present = self._present(batch.keys, bad)
+        stale = [key for key in batch.keys if key in bad and key in present]
         removed = remove_keys(self._store, stale) if stale else frozenset()
         missing: list[int] = []
         for index, key in enumerate(batch.keys):
-            if not is_present[key] or key in removed:
+            if key not in present or key in removed:
                 missing.append(index)
             else:
                 # A put would answer OK and leave the value that does not verify.
@@ -112,6 +110,14 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
         self._ledger.count({"existing_chunks": len(batch) - len(missing) - num_unusable})
         if missing:
             self._put(batch.select(missing), outcomes, bad)
+
+    def _present(self, keys: Sequence[str], bad: frozenset[str]) -> Collection[str]:
+        """Return the keys that need no put; where the put is to find out, only the bad ones."""
+        if not self._store.checks_before_put:
+            return bad
+        answers = self._store.exists(keys)
+        _check_answers(answers, keys)
+        return {key for key, is_present in zip(keys, answers, strict=True) if is_present}
 
     def _put(self, batch: Batch, outcomes: dict[str, JobEnd], bad: frozenset[str]) -> None:
         statuses = self._store.put(batch)

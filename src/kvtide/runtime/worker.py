@@ -169,6 +169,7 @@ class PoolWorker:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
+        self._ledger.count(self._store.take_counters())
         return self._ledger.take_report()
 
     # ------------------------------------------------------------------------------ shutdown

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -66,3 +67,15 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back everything the store holds in this process."""
+
+    @property
+    def checks_before_put(self) -> bool:
+        """Whether asking ``exists`` first makes a put cheaper; a wrapper answers for its inner."""
+        return True
+
+    def take_counters(self) -> Counter[str]:
+        """Return what the store counted since the last call, by the names of ``metrics.COUNTERS``.
+
+        Nothing, for a store that counts nothing; a wrapper answers for its inner.
+        """
+        return Counter()

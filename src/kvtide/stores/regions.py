@@ -32,6 +32,20 @@ class RegionSet:
         with self._lock:
             self._bounds = _Bounds([*self._bounds.spans, (region.address, region.end)])
 
+    def gaps_in(self, region: Region) -> list[Region]:
+        """Return the parts of ``region`` that are not registered yet."""
+        gaps = []
+        start = region.address
+        for known_start, known_end in self._bounds.spans:
+            if known_end <= start or known_start >= region.end:
+                continue
+            if known_start > start:
+                gaps.append(Region(start, known_start - start))
+            start = known_end
+        if start < region.end:
+            gaps.append(Region(start, region.end - start))
+        return gaps
+
     def check(self, batch: Batch) -> None:
         """Do nothing if every segment of ``batch`` lies in registered memory.
 

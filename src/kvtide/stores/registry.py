@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,6 +23,7 @@ ENTRY_POINT_GROUP = "kvtide.stores"
 _BUILT_IN = {
     "memory": "kvtide.stores.memory:open_memory",
     "local": "kvtide.stores.local:open_local",
+    "mooncake": "kvtide.stores.mooncake:open_mooncake",
 }
 
 StoreOpener = Callable[[StoreUrl], Store]
@@ -103,6 +105,15 @@ class StoreHandle(Store):
     def remove(self, keys: Sequence[str]) -> list[Status]:
         """See :meth:`Store.remove`."""
         return self._open_store().remove(keys)
+
+    @property
+    def checks_before_put(self) -> bool:
+        """See :attr:`Store.checks_before_put`."""
+        return self._store.checks_before_put
+
+    def take_counters(self) -> Counter[str]:
+        """Take what the shared store counted: whichever handle asks first has it."""
+        return self._store.take_counters()
 
     def close(self) -> None:
         """Give up this handle; the last one closes the store."""

@@ -89,7 +89,7 @@ class UrlReader:
                     f"{url.scheme}:// stores have no parameter {name!r}: {nearest(name, known)}"
                 )
 
-    def size(self, name: str) -> int | None:
+    def size(self, name: str, *, may_be_zero: bool = False) -> int | None:
         """Return the parameter ``name`` in bytes, None where it is absent or faulty."""
         text = self._url.parameters.get(name)
         if not text:
@@ -99,7 +99,7 @@ class UrlReader:
         except ValueError as error:
             self.faults.append(f"the parameter {name!r}: {error}")
             return None
-        if num_bytes == 0:
+        if num_bytes == 0 and not may_be_zero:
             self.faults.append(f"the parameter {name!r}: {text!r} must be positive")
             return None
         if num_bytes > _MOST_BYTES:

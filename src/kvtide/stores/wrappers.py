@@ -46,6 +46,15 @@ class WrapperStore(Store):
         """Close ``inner``."""
         self.inner.close()
 
+    @property
+    def checks_before_put(self) -> bool:
+        """See :attr:`Store.checks_before_put`."""
+        return self.inner.checks_before_put
+
+    def take_counters(self) -> Counter[str]:
+        """See :meth:`Store.take_counters`."""
+        return self.inner.take_counters()
+
     def __enter__(self) -> Self:
         return self
 

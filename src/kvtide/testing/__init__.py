@@ -2,10 +2,10 @@
 
 :class:`StoreTests` holds a store to the laws of the contract, :class:`StoreMachine` runs random
 histories of it beside a dict; both need pytest and Hypothesis, the rest needs neither.
-:class:`FaultyStore` fails on a script. :class:`FakeBlocks` stands in for an engine's memory.
-:class:`ScriptedEngine` drives the whole pool as vLLM does, for models of any attention kinds and
-with no engine installed; :func:`check_engine`, :func:`check_idle` and :func:`check_store` say what
-must hold of it.
+:class:`FaultyStore` fails on a script. :class:`MooncakePool` is a real Mooncake pool on loopback.
+:class:`FakeBlocks` stands in for an engine's memory. :class:`ScriptedEngine` drives the whole pool
+as vLLM does, for models of any attention kinds and with no engine installed;
+:func:`check_engine`, :func:`check_idle` and :func:`check_store` say what must hold of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock, StepRecord
 from kvtide.testing.faulty_store import Fault, FaultKind, FaultyStore
 from kvtide.testing.interrupts import InterruptedStore
+from kvtide.testing.mooncake import MooncakePool
 from kvtide.testing.values import Arena, value_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "HookOrder",
     "InterruptedStore",
     "ManualClock",
+    "MooncakePool",
     "ScriptedEngine",
     "StepRecord",
     "StoreMachine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,12 @@ class StoreTests(ABC):
 
     can_be_lost = False
     """Whether :meth:`lose` takes the backend away."""
+    holds_empty_values = True
+    """Whether a value may have no bytes; else its put is FAILED."""
+    reads_in_place = False
+    """Whether a get of the wrong size may write to the memory it was given before it fails."""
+    settles_in_s = 0.0
+    """How long the store may take to make room, and to be found again by its clients."""
 
     @abstractmethod
     def open(self, directory: Path) -> Store:
@@ -146,6 +153,9 @@ class StoreTests(ABC):
     @pytest.mark.parametrize("num_bytes", [0, 1, 4_095, 4_096, 4_097, 1_000_000])
     def test_any_size(self, arena: Arena, num_bytes: int) -> None:
         """A value may have any size, none and more than a page among them."""
+        if not num_bytes and not self.holds_empty_values:
+            assert arena.put([("a", b""), ("b", b"b")]) == [Status.FAILED, Status.OK]
+            return
         values = [("a", value_of("a", num_bytes)), ("b", value_of("b", num_bytes))]
         assert arena.put(values) == [Status.OK, Status.OK]
         answers = arena.get([("b", num_bytes), ("a", num_bytes)])
@@ -157,7 +167,8 @@ class StoreTests(ABC):
         values = [(name, value_of(name, 1_000)) for name in "abc"]
         arena.put(values)
         before, wrong, after = arena.get([("a", 1_000), ("b", num_bytes), ("c", 1_000)])
-        assert wrong == (Status.FAILED, bytes([UNTOUCHED]) * num_bytes)
+        assert wrong[0] is Status.FAILED
+        assert self.reads_in_place or wrong[1] == bytes([UNTOUCHED]) * num_bytes
         assert before == (Status.OK, values[0][1])
         assert after == (Status.OK, values[2][1])
 
@@ -211,7 +222,7 @@ class StoreTests(ABC):
         sizes = [1_000, 70_000, 5_000, 300_000]
         for i in range(200):
             key, size = f"key-{i}", sizes[i % 4]
-            assert arena.put([(key, value_of(key, size))]) == [Status.OK]
+            assert self._put_once_settled(arena, key, value_of(key, size)) is Status.OK
         kept = 0
         for i in range(200):
             key, size = f"key-{i}", sizes[i % 4]
@@ -311,7 +322,7 @@ class StoreTests(ABC):
             thread.start()
             thread.join(_DEADLINE_S)
             assert not thread.is_alive()
-        assert arena.put([("b", b"y" * 8)]) == [Status.OK]
+        assert self._put_once_settled(arena, "b", b"y" * 8) is Status.OK
 
     def test_only_a_lost_store_raises(self, store: Store, arena: Arena) -> None:
         """With the backend gone, a call fails its keys or raises ``StoreLostError``."""
@@ -365,6 +376,18 @@ class StoreTests(ABC):
             started.wait(_DEADLINE_S)
             store.close()
             assert all(result.result(_DEADLINE_S) > 0 for result in results)
+
+    def _put_once_settled(self, arena: Arena, key: str, value: bytes) -> Status:
+        """Return what became of a put, asked again while the store may still be settling."""
+        give_up_s = time.monotonic() + self.settles_in_s
+        while True:
+            try:
+                (status,) = arena.put([(key, value)])
+            except StoreLostError:
+                status = Status.FAILED
+            if status is Status.OK or time.monotonic() >= give_up_s:
+                return status
+            time.sleep(0.02)
 
 
 def _calls(store: Store, arena: Arena) -> list[Callable[[], list[Status] | list[bool]]]:

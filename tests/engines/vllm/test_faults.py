@@ -65,6 +65,7 @@ OPTIONS = {
     "load_timeout_s": 1.0,
     "backoff_s": 0.1,
     "max_backoff_s": 0.2,
+    "max_load_backoff_s": 0.2,
     "flush_timeout_s": 1.0,
 }
 

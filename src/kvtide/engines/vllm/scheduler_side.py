@@ -132,7 +132,6 @@ class SchedulerSide:
         job_units = min(
             MAX_JOB_CHUNKS // max(1, coordinator.max_stored_per_unit), units // JOB_SHARE_OF_STAGING
         )
-        delays = Delays(config.backoff_s, config.max_backoff_s)
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
             coordinator,
@@ -141,7 +140,7 @@ class SchedulerSide:
                 max_pinned_blocks=int(config.pin_fraction * num_blocks),
                 max_job_tokens=unit * max(1, job_units),
                 max_open_tokens=unit * units,
-                delays=delays,
+                delays=Delays(config.backoff_s, config.max_backoff_s),
             ),
             admission=AdmissionLimits(
                 lookup_wait_s=config.lookup_wait_ms / 1000,
@@ -150,7 +149,7 @@ class SchedulerSide:
                 num_blocks=num_blocks,
                 max_step_tokens=self._plan.max_step_tokens,
                 min_load_tokens=config.min_load_tokens,
-                delays=delays,
+                delays=Delays(config.backoff_s, config.max_load_backoff_s),
             ),
             saves=SavePolicy(
                 prefill=config.saves_prefill,

@@ -1,0 +1,160 @@
+"""How a batch becomes calls of a Mooncake client: cut to its limits, and over TCP gathered.
+
+A value of many segments costs ten times as much over TCP as one of a single segment, so there its
+segments are gathered into one registered buffer first. Over RDMA they go as they are, uncopied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvtide.core.batch import Batch
+from kvtide.stores import mooncake_codes as codes
+from kvtide.stores.copying import gather, scatter
+from kvtide.stores.memory_buffer import ByteArray, aligned_buffer, region_of
+from kvtide.stores.mooncake_client import MooncakeClient
+
+MAX_PER_CALL = 1024
+"""Keys, and segments, of one native call: lists of them are made under the interpreter lock, and a
+TCP peer refuses what goes beyond 2,048 segments."""
+GATHER_BYTES = 64 << 20
+ROOM_WAIT_S = 0.2
+"""How long a put waits for a full pool to evict: it takes tens of milliseconds if it can."""
+MAX_ROOM_WAIT_S = 2.0
+_ROOM_POLL_S = 0.02
+
+Ask = Callable[[int, Callable[[], list[int]]], list[int]]
+"""Makes a native call for so many keys, and returns its codes."""
+
+
+class MooncakeTransfer:
+    """Puts and gets batches through ``client``; ``ask`` stands around each native call.
+
+    ``gathers``: values of several segments pass through a buffer of ``gather_bytes``, one call at a
+    time; a larger value is handed over segment by segment.
+    """
+
+    def __init__(
+        self,
+        client: MooncakeClient,
+        ask: Ask,
+        *,
+        gathers: bool,
+        gather_bytes: int = GATHER_BYTES,
+    ) -> None:
+        self._client = client
+        self._ask = ask
+        self._gathers = gathers
+        self._gather_bytes = gather_bytes
+        self._lock = threading.Lock()
+        self._buffer: ByteArray | None = None
+
+    def put(self, batch: Batch) -> list[int]:
+        """Return one code per key.
+
+        A full pool refuses a put and only then begins to evict: what had no space is put again,
+        until ``ROOM_WAIT_S`` pass without any, and for ``MAX_ROOM_WAIT_S`` in all.
+        """
+        answers = self._move(batch, self._put)
+        refused = _refused(answers)
+        now_s = time.monotonic()
+        end_s, give_up_s = now_s + MAX_ROOM_WAIT_S, now_s + ROOM_WAIT_S
+        while refused and time.monotonic() < min(end_s, give_up_s):
+            time.sleep(_ROOM_POLL_S)
+            again = self._move(batch.select(refused), self._put)
+            for index, code in zip(refused, again, strict=True):
+                answers[index] = code
+            left = _refused(answers)
+            if len(left) < len(refused):
+                give_up_s = time.monotonic() + ROOM_WAIT_S
+            refused = left
+        return answers
+
+    def get(self, batch: Batch) -> list[int]:
+        """Return per key the bytes read, or a code."""
+        return self._move(batch, self._get)
+
+    def _move(self, batch: Batch, move: Callable[[Batch], list[int]]) -> list[int]:
+        answers = [codes.NO_VALUE] * len(batch)
+        for indices in _parts(batch, self._gather_bytes if self._gathers else None):
+            part = batch.select(indices)
+            for index, code in zip(indices, move(part), strict=True):
+                answers[index] = code
+        return answers
+
+    def _put(self, part: Batch) -> list[int]:
+        if _has_one_segment_each(part):
+            return self._ask(len(part), lambda: self._client.put(part))
+        if not self._can_gather(part):
+            return self._ask(len(part), lambda: self._client.put_segments(part))
+        with self._lock:
+            whole = self._whole(part)
+            for (start,), addresses, sizes in zip(
+                whole.addresses, part.addresses, part.sizes, strict=True
+            ):
+                gather(start, addresses, sizes)
+            return self._ask(len(part), lambda: self._client.put(whole))
+
+    def _get(self, part: Batch) -> list[int]:
+        if _has_one_segment_each(part):
+            return self._ask(len(part), lambda: self._client.get(part))
+        if not self._can_gather(part):
+            return self._ask(len(part), lambda: self._client.get_segments(part))
+        with self._lock:
+            whole = self._whole(part)
+            answers = self._ask(len(part), lambda: self._client.get(whole))
+            for index, code in enumerate(answers):
+                if code == part.value_bytes(index):
+                    scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
+            return answers
+
+    def _can_gather(self, part: Batch) -> bool:
+        return self._gathers and part.total_bytes <= self._gather_bytes
+
+    def _whole(self, part: Batch) -> Batch:
+        """Return the same keys with one segment each, one after the other in the buffer."""
+        if self._buffer is None:
+            buffer = aligned_buffer(self._gather_bytes)
+            self._client.register(region_of(buffer))
+            self._buffer = buffer
+        lengths = [part.value_bytes(index) for index in range(len(part))]
+        starts = (int(self._buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()
+        return Batch(part.keys, [(start,) for start in starts], [(size,) for size in lengths])
+
+
+def _refused(answers: Sequence[int]) -> list[int]:
+    return [index for index, code in enumerate(answers) if code == codes.NO_SPACE]
+
+
+def _has_one_segment_each(part: Batch) -> bool:
+    return all(len(sizes) == 1 for sizes in part.sizes)
+
+
+def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
+    """Yield the keys of each native call: bounded in keys and segments, and in bytes if gathered.
+
+    Values without bytes are left out: Mooncake holds none. Values of one segment and others do not
+    share a call, since the first need no copy.
+    """
+    for is_single in (True, False):
+        part: list[int] = []
+        num_segments = num_bytes = 0
+        for index, sizes in enumerate(batch.sizes):
+            value_bytes = sum(sizes)
+            if not value_bytes or (len(sizes) == 1) is not is_single:
+                continue
+            num_segments += len(sizes)
+            num_bytes += value_bytes
+            is_over = num_segments > MAX_PER_CALL or (
+                not is_single and gather_bytes is not None and num_bytes > gather_bytes
+            )
+            if part and is_over:
+                yield part
+                part, num_segments, num_bytes = [], len(sizes), value_bytes
+            part.append(index)
+        if part:
+            yield part

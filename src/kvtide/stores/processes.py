@@ -1,0 +1,147 @@
+"""Processes that outlive whoever started them, told apart from those that get their pid later."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_BOOT_ID = _PROC / "sys/kernel/random/boot_id"
+# Places in /proc/<pid>/stat behind the name, which is in parentheses and may hold anything.
+_STATE, _START_TICKS = 0, 19
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, for good: its pid, when it started (in ticks since boot), and which boot."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """Return who has ``pid`` now; ``None`` where nobody does, or only a zombie."""
+        stat = _stat(pid)
+        if stat is None or stat[_STATE] in "ZX":
+            return None
+        return cls(pid, int(stat[_START_TICKS]), boot_id())
+
+    def is_alive(self) -> bool:
+        """Whether this very process runs, or is stopped."""
+        return ProcessId.of(self.pid) == self
+
+    def is_stopped(self) -> bool:
+        """Whether it is alive and was told to pause, as by ``SIGSTOP``."""
+        stat = _stat(self.pid)
+        return stat is not None and stat[_STATE] == "T" and self.is_alive()
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal; ``False`` where the process is gone, whoever may have its pid now."""
+        handle = self._handle()
+        if handle is None:
+            return False
+        try:
+            signal.pidfd_send_signal(handle, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the process has ended; ``False`` where it has not after ``timeout_s``."""
+        handle = self._handle()
+        if handle is not None:
+            try:
+                ended = select.poll()
+                ended.register(handle, select.POLLIN)
+                ended.poll(timeout_s * 1000)
+            finally:
+                os.close(handle)
+        if self.is_alive():
+            return False
+        _reap(self.pid)
+        return True
+
+    def stop(self, grace_s: float) -> bool:
+        """End the process: ``SIGTERM``, and after ``grace_s`` ``SIGKILL``.
+
+        Returns whether it obeyed the first, or had ended before. When this returns it is gone.
+        """
+        if self.is_stopped():
+            grace_s = 0  # it will not hear the first
+        self.send(signal.SIGTERM)
+        if self.wait(grace_s):
+            return True
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End the process by ``SIGKILL``; when this returns it is gone."""
+        self.send(signal.SIGKILL)
+        self.wait(_MOST_TO_DIE_S)
+
+    def pause(self) -> None:
+        """Stop it where it is; when this returns it has stopped, or it is gone."""
+        self.send(signal.SIGSTOP)
+        deadline = time.monotonic() + _MOST_TO_DIE_S
+        while self.is_alive() and not self.is_stopped() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self.send(signal.SIGCONT)
+
+    def command(self) -> str:
+        """Return its command line, empty where it cannot be read."""
+        return command_of(self.pid)
+
+    def _handle(self) -> int | None:
+        # The handle is of whoever has the pid now, and stays his: so it is made first.
+        try:
+            handle = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        if self.is_alive():
+            return handle
+        os.close(handle)
+        return None
+
+
+_MOST_TO_DIE_S = 10.0
+"""What is killed dies as soon as the kernel comes to it; with gigabytes to free, in a second."""
+
+
+def boot_id() -> str:
+    """Return what names this boot of the machine."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of ``pid``, empty where it cannot be read."""
+    try:
+        arguments = (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return ""
+    return " ".join(arguments.decode(errors="replace").split("\0")).strip()
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _reap(pid: int) -> None:
+    """Take the exit status of what may be a child of this process, so that no zombie stays."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return
