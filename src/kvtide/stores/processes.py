@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,20 @@ class ProcessId:
         stat = _stat(pid)
         if stat is None or stat[_STATE] in "ZX":
             return None
+        return cls(pid, int(stat[_START_TICKS]), boot_id())
+
+    @classmethod
+    def of_unreaped(cls, pid: int) -> ProcessId:
+        """Return the process that was started as ``pid``, for which nobody has waited yet.
+
+        It may have ended: its pid is its own until somebody waits for it.
+
+        Raises:
+            ProcessLookupError: there is none: somebody has waited for it.
+        """
+        stat = _stat(pid)
+        if stat is None:
+            raise ProcessLookupError(f"there is no process {pid}")
         return cls(pid, int(stat[_START_TICKS]), boot_id())
 
     def is_alive(self) -> bool:
@@ -105,7 +121,7 @@ class ProcessId:
         # The handle is of whoever has the pid now, and stays his: so it is made first.
         try:
             handle = os.pidfd_open(self.pid)
-        except OSError:
+        except ProcessLookupError:
             return None
         if self.is_alive():
             return handle
@@ -113,8 +129,28 @@ class ProcessId:
         return None
 
 
-_MOST_TO_DIE_S = 10.0
-"""What is killed dies as soon as the kernel comes to it; with gigabytes to free, in a second."""
+def start_detached(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessId:
+    """Start a program that outlives this process, its terminal included; it appends to ``log``.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("ab") as output:
+        child = subprocess.Popen(  # noqa: S603 - what the caller asks for
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    child.returncode = 0  # it is not this object's any more, which else would complain of it
+    return ProcessId.of_unreaped(child.pid)
+
+
+_MOST_TO_DIE_S = 60.0
+"""What is killed dies as soon as the kernel comes to it, which may have gigabytes to free."""
 
 
 def boot_id() -> str:
