@@ -13,6 +13,9 @@ import pytest
 
 from kvtide.stores.processes import ProcessId, start_detached
 
+EXIT = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+"""The system call that ends one thread."""
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -53,6 +56,23 @@ def test_a_process_is_alive_until_it_ends(sleeper: ProcessId) -> None:
     assert not sleeper.is_alive()
     assert ProcessId.of(sleeper.pid) is None
     assert ProcessId.of_unreaped(sleeper.pid) == sleeper
+
+
+def test_a_process_is_alive_until_its_last_thread_has_ended() -> None:
+    """Until then it holds its files and ports, whatever has become of its first thread."""
+    leave = (
+        "import ctypes, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()"
+    )
+    process, child = start(f"{leave}\nprint(flush=True)\nctypes.CDLL(None).syscall({EXIT}, 0)")
+    try:
+        while " Z " not in Path(f"/proc/{child.pid}/stat").read_text():
+            time.sleep(0.001)
+        assert process.is_alive()
+        assert not process.wait(0.05)
+        process.kill()
+        assert not process.is_alive()
+    finally:
+        end(child)
 
 
 def test_a_pid_that_nobody_has_is_no_process(sleeper: ProcessId) -> None:
