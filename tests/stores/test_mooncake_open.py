@@ -136,7 +136,7 @@ def test_rdma_without_a_device() -> None:
 def test_unknown_parameters() -> None:
     """The one that is meant is suggested."""
     with refusal(1.0) as said:
-        open_store(f"mooncake://127.0.0.1:1?tennant=a&{LIMITS}")
+        open_store(f"mooncake://127.0.0.1:1?tenants=a&{LIMITS}")
     assert "did you mean 'tenant'?" in said[0]
 
 
