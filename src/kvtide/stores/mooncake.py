@@ -23,6 +23,7 @@ from kvtide.stores.url import StoreUrl
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
+_PROBE_END_S = 1.0
 _NO_ANSWER = "its master does not answer"
 
 
@@ -120,7 +121,7 @@ class MooncakeStore(Store):
         if not self._call.stop(_CLOSE_TIMEOUT_S):
             return
         # A native call after the close would crash the process: rather leave the client open.
-        if self._breaker.close(_CLOSE_TIMEOUT_S):
+        if self._breaker.close(_PROBE_END_S):
             self._client.close()
 
     def _ask_in_parts(
