@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvtide.testing.mooncake import MooncakePool
-
 from kvtide.stores import Status, Store
 from kvtide.stores.mooncake_package import mooncake_module
 from kvtide.stores.wrappers import WrapperStore
+from kvtide.testing.mooncake import MooncakePool
 
 LEASE_MS = 100
+SMALLEST_POOL_BYTES = 16 << 20
+BALLAST_BYTES = 256 << 10
 CALL_TIMEOUT_MS = 2000
 OK = 0
 
@@ -40,9 +41,19 @@ class RawClient:
         """Read a value, None where absent."""
         return bytes(self._native.get(key)) if self._native.is_exist(key) == 1 else None
 
-    def clear(self) -> None:
-        """Remove every key, leased or not."""
-        assert self._native.remove_all(True) >= OK
+    def clear(self, *, taken_bytes: int = 0) -> None:
+        """Remove every key, leased or not, and take so much of the pool that no one can evict.
+
+        16 MiB are the smallest pool that Mooncake makes.
+        """
+        give_up_s = time.monotonic() + 10
+        while self._native.remove_all(True) < OK:  # the master may just have come back
+            assert time.monotonic() < give_up_s
+            time.sleep(0.05)
+        pinned = mooncake_module().ReplicateConfig()
+        pinned.with_hard_pin = True
+        for number in range(taken_bytes // BALLAST_BYTES):
+            assert self._native.put(f"ballast-{number}", bytes(BALLAST_BYTES), pinned) == OK
 
     def close(self) -> None:
         """End the connection."""

@@ -9,12 +9,18 @@ from typing import ClassVar
 
 import pytest
 from hypothesis import settings
-from kvtide.testing.mooncake import MooncakePool
 
 from kvtide.stores import Store, open_store
 from kvtide.testing import StoreMachine, StoreTests
+from kvtide.testing.mooncake import MooncakePool
 from kvtide.testing.store_tests import SMALL_BYTES
-from tests.stores.mooncake_pools import LEASE_MS, PatientStore, RawClient, url_of
+from tests.stores.mooncake_pools import (
+    LEASE_MS,
+    SMALLEST_POOL_BYTES,
+    PatientStore,
+    RawClient,
+    url_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +28,11 @@ def pools() -> Iterator[None]:
     """Two pools for all tests of this file, each with a client that reaches past kvtide."""
     with (
         MooncakePool(segment_bytes=64 << 20, lease_ms=LEASE_MS) as ample,
-        MooncakePool(segment_bytes=SMALL_BYTES, lease_ms=LEASE_MS) as small,
+        MooncakePool(
+            segment_bytes=SMALLEST_POOL_BYTES,
+            lease_ms=LEASE_MS,
+            master_flags={"eviction_high_watermark_ratio": "1.0"},  # not before it is full
+        ) as small,
     ):
         _Pools.ample, _Pools.small = ample, small
         _Pools.raw = RawClient(ample)
@@ -45,9 +55,9 @@ def open_ample() -> Store:
     return PatientStore(open_store(url_of(_Pools.ample)))
 
 
-def open_small() -> Store:
-    """An empty store that is soon full."""
-    _Pools.raw_small.clear()
+def open_small(free_bytes: int) -> Store:
+    """A store with room for ``free_bytes``."""
+    _Pools.raw_small.clear(taken_bytes=SMALLEST_POOL_BYTES - free_bytes)
     return PatientStore(open_store(url_of(_Pools.small)))
 
 
@@ -57,6 +67,7 @@ class TestMooncakeStore(StoreTests):
     can_be_lost = True
     holds_empty_values = False
     reads_in_place = True
+    evicts_at_will = True
     settles_in_s = 10.0
 
     def open(self, directory: Path) -> Store:
@@ -65,7 +76,7 @@ class TestMooncakeStore(StoreTests):
 
     def open_small(self, directory: Path) -> Store:
         """An empty store that is soon full."""
-        return open_small()
+        return open_small(SMALL_BYTES)
 
     def raw_put(self, store: Store, key: str, value: bytes) -> None:
         """Write past the store's methods."""
@@ -124,7 +135,7 @@ class TightMachine(RoomyMachine):
 
     def open(self) -> Store:
         """An empty store that is soon full."""
-        return open_small()
+        return open_small(256 << 10)
 
 
 TestRoomyHistories = RoomyMachine.TestCase
