@@ -164,7 +164,7 @@ def test_any_mapping_is_accepted_or_refused_with_a_config_error(extra: dict[str,
 
 
 def test_the_form_of_keys_is_one_of_two() -> None:
-    """kvtide's own unless the operator asks for vLLM's."""
+    """That of kvtide, unless the operator asks for vLLM's."""
     assert PoolConfig().key_format == "kvtide"
     assert PoolConfig.from_mapping({"key_format": "vllm"}).key_format == "vllm"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtide.config import PoolConfig
 from kvtide.core.keys import KeyStyle, PoolKey, VllmPoolKey
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
 from kvtide.engines.vllm.raw_blocks import find_raw_blocks
@@ -42,6 +43,7 @@ def _identity_names(config: PoolConfig, vllm_config: Any, plan: GroupPlan) -> Na
 
 
 def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan) -> Names:
+    features.check_in_tree_form()
     return ModelNames(config.cache_prefix, vllm_config.model_config.model)
 
 
