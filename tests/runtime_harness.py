@@ -25,6 +25,7 @@ from kvtide.core.layout import Region
 from kvtide.runtime.context import StoreShare
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.runtime.values import TAGGED, ValueFormat
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Status, Store
 from kvtide.testing.blocks import FakeBlocks, byte_layout
@@ -38,10 +39,13 @@ class ScriptedStore(Store):
     """A dictionary, with a hook in front of each method.
 
     A hook gets the keys; what it returns, unless ``None``, is the answer instead of the real one.
-    ``calls`` lists ``(method, keys)``.
+    ``calls`` lists ``(method, keys)``; ``counters`` are what it is to have counted.
     """
 
+    checks_before_put = True
+
     def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
         self.values: dict[str, bytes] = {}
         self.hooks: dict[str, Callable[[Sequence[str]], Any]] = {}
         self.calls: list[tuple[str, tuple[str, ...]]] = []
@@ -53,6 +57,11 @@ class ScriptedStore(Store):
         self.calls.append((method, tuple(keys)))
         hook = self.hooks.get(method)
         return hook(keys) if hook else None
+
+    def take_counters(self) -> Counter[str]:
+        """Hand the counters out once."""
+        taken, self.counters = self.counters, Counter()
+        return taken
 
     def register(self, region: Region) -> None:
         """Remember a region."""
@@ -158,6 +167,7 @@ class Rank:
         threaded: bool = False,
         share: StoreShare | None = None,
         store: Store | None = None,
+        values: ValueFormat = TAGGED,
         **limits: float,
     ) -> None:
         self.groups = tuple(groups)
@@ -179,6 +189,7 @@ class Rank:
             self.databases,
             limits=WorkerLimits(**{**bounds, **limits}),
             share=share,
+            values=values,
             clock=self.clock,
             threaded=threaded,
         )

@@ -57,6 +57,7 @@ COUNTERS: Mapping[str, str] = {
     "refused_by_lease": "Removals refused because some reader held a lease on the value.",
     "expired_leases": "Reads that took longer than the lease on the value, and so failed.",
     # Both.
+    "unnamed_requests": "Requests that neither save nor load, since no key can name their bytes.",
     "resets": "Resets of the cache: the weights may have changed.",
 }
 """The counters by name, with what they count. None ever goes down."""

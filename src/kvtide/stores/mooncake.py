@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,10 @@ from kvtide.stores.regions import RegionSet
 from kvtide.stores.running_calls import RunningCalls
 from kvtide.stores.url import StoreUrl
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_TIMEOUT_S = 10.0
+_PROBE_END_S = 1.0
 _NO_ANSWER = "its master does not answer"
 
 
@@ -39,6 +43,8 @@ class MooncakeStore(Store):
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._name = f"the Mooncake pool at {settings.master}"
+        self._tenant = settings.tenant
+        self._has_warned = False
         self._client = connect(settings)
         self._call = RunningCalls(self._name, lambda: None, ())
         self._breaker = CircuitBreaker(self._name, self._client.is_answered)
@@ -115,7 +121,7 @@ class MooncakeStore(Store):
         if not self._call.stop(_CLOSE_TIMEOUT_S):
             return
         # A native call after the close would crash the process: rather leave the client open.
-        if self._breaker.close(_CLOSE_TIMEOUT_S):
+        if self._breaker.close(_PROBE_END_S):
             self._client.close()
 
     def _ask_in_parts(
@@ -150,6 +156,14 @@ class MooncakeStore(Store):
             self._counters["failed_transfers"] += failed[codes.TRANSFER_FAILED]
             self._counters["refused_by_lease"] += failed[codes.LEASED]
             self._counters["expired_leases"] += failed[codes.LEASE_EXPIRED]
+        if failed[codes.UNKNOWN_TENANT] and not self._has_warned:
+            self._has_warned = True
+            logger.error(
+                "%s knows no tenant %r, so nothing is saved or found there: add it to the master's"
+                " tenants, or correct the tenant in the store URL",
+                self._name,
+                self._tenant,
+            )
 
 
 def open_mooncake(url: StoreUrl) -> MooncakeStore:

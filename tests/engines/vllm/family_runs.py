@@ -178,13 +178,15 @@ def run_warm(family: Family, model: Path, url: str, output: list[int]) -> Warm:
             loaded_chunks=counters["loaded_chunks"],
             in_blocks=blocks,
             controls={
-                kind: _with_zeros(one, kind, family.again(output), num_tokens)
+                kind: answer_with_zeros(one, kind, family.again(output), num_tokens)
                 for kind in family.kinds
             },
         )
 
 
-def _with_zeros(one: InProcessEngine, kind: str, prompt: list[int], num_tokens: int) -> list[int]:
+def answer_with_zeros(
+    one: InProcessEngine, kind: str, prompt: list[int], num_tokens: int
+) -> list[int]:
     """Answer a prompt where what is loaded of one kind of group are zeros."""
     one.forget_local()
     groups = one.connector._scheduler_side._plan.groups
@@ -197,7 +199,7 @@ def _with_zeros(one: InProcessEngine, kind: str, prompt: list[int], num_tokens: 
 
 @contextmanager
 def zeroed_loads(groups: set[int]) -> Iterator[None]:
-    """Replace what is loaded of some groups by zeros, for as long as a ``with`` lasts."""
+    """Let kvtide write zeros into the blocks of these groups instead of what it loads."""
     from kvtide.engines.vllm.tensors import TensorBlocks
 
     write = TensorBlocks.write
