@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtide.core.batch import Batch
 from kvtide.stores import mooncake_codes as codes
-from kvtide.stores.copying import gather, scatter
+from kvtide.stores.copying import gather_values, scatter, scatter_values
 from kvtide.stores.memory_buffer import ByteArray, aligned_buffer, region_of
 from kvtide.stores.mooncake_client import MooncakeClient
 
@@ -93,10 +93,7 @@ class MooncakeTransfer:
             return self._ask(len(part), lambda: self._client.put_segments(part))
         with self._lock:
             whole = self._whole(part)
-            for (start,), addresses, sizes in zip(
-                whole.addresses, part.addresses, part.sizes, strict=True
-            ):
-                gather(start, addresses, sizes)
+            gather_values(whole.addresses[0][0], part.addresses, part.sizes)
             return self._ask(len(part), lambda: self._client.put(whole))
 
     def _get(self, part: Batch) -> list[int]:
@@ -107,9 +104,12 @@ class MooncakeTransfer:
         with self._lock:
             whole = self._whole(part)
             answers = self._ask(len(part), lambda: self._client.get(whole))
-            for index, code in enumerate(answers):
-                if code == part.value_bytes(index):
-                    scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
+            is_whole = [code == size for code, (size,) in zip(answers, whole.sizes, strict=True)]
+            if all(is_whole):
+                scatter_values(whole.addresses[0][0], part.addresses, part.sizes)
+                return answers
+            for index in (index for index, is_ok in enumerate(is_whole) if is_ok):
+                scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
             return answers
 
     def _can_gather(self, part: Batch) -> bool:
