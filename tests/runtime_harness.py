@@ -38,10 +38,13 @@ class ScriptedStore(Store):
     """A dictionary, with a hook in front of each method.
 
     A hook gets the keys; what it returns, unless ``None``, is the answer instead of the real one.
-    ``calls`` lists ``(method, keys)``.
+    ``calls`` lists ``(method, keys)``; ``counters`` are what it is to have counted.
     """
 
+    checks_before_put = True
+
     def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
         self.values: dict[str, bytes] = {}
         self.hooks: dict[str, Callable[[Sequence[str]], Any]] = {}
         self.calls: list[tuple[str, tuple[str, ...]]] = []
@@ -53,6 +56,11 @@ class ScriptedStore(Store):
         self.calls.append((method, tuple(keys)))
         hook = self.hooks.get(method)
         return hook(keys) if hook else None
+
+    def take_counters(self) -> Counter[str]:
+        """Hand the counters out once."""
+        taken, self.counters = self.counters, Counter()
+        return taken
 
     def register(self, region: Region) -> None:
         """Remember a region."""

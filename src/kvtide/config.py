@@ -25,8 +25,9 @@ _ELSEWHERE: Final = {
     "lookup_async": "lookups are always asynchronous; remove it",
     "global_segment_size": "give it in the store's URL; remove it here",
     "local_buffer_size": "give it in the store's URL; remove it here",
-    "master_server_address": "this version has no Mooncake store; remove it",
+    "master_server_address": "name it in the store's URL, mooncake://HOST:PORT; remove it here",
     "protocol": "give it in the store's URL; remove it here",
+    "preferred_segment": "give it in the store's URL; remove it here",
 }
 
 
@@ -121,7 +122,7 @@ _NAME: Final = r"[A-Za-z0-9._/-]{0,128}"
 _NAME_ACCEPTED: Final = "up to 128 letters, digits, '.', '_', '-' or '/'"
 _VERSION: Final = _NAME + r"|@/[^\0]+"
 _VERSION_ACCEPTED: Final = _NAME_ACCEPTED + "; or '@/path' of a file that holds a name"
-_URL_ACCEPTED: Final = "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'memory://'"
+_URL_ACCEPTED: Final = "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'mooncake://HOST:PORT'"
 
 
 def _option(default: object, unit: str, accepts: str, check: Check, doc: str) -> Any:  # noqa: ANN401

@@ -47,6 +47,28 @@ def test_only_what_is_missing_is_put() -> None:
     assert rank.report.counters["saved_bytes"] - before == 132
 
 
+def test_a_store_that_finds_out_by_itself_is_not_asked() -> None:
+    """Where a put of a present key moves nothing, one call does; nothing is known to be there."""
+    rank = Rank()
+    rank.scripted.checks_before_put = False
+    jobs = [rank.store_job("a", 0, 8, [1, 2]), rank.store_job("a", 0, 12, [1, 2, 3])]
+    rank.step(jobs[0])
+    rank.step(jobs[1])
+    assert [method for method, _ in rank.scripted.calls] == ["put", "put"]
+    assert [rank.ends(job) for job in jobs] == [["stored"], ["stored"]]
+    assert rank.report.counters["existing_chunks"] == 0
+    assert rank.report.counters["saved_chunks"] == 5
+
+
+def test_what_the_store_counted_is_reported_once() -> None:
+    """Its counters travel with the rank's own."""
+    rank = Rank()
+    rank.scripted.counters["store_outages"] = 2
+    rank.step(rank.store_job("a", 0, 4, [1]))
+    rank.collect()
+    assert rank.report.counters["store_outages"] == 2
+
+
 def test_all_present_ends_stored_without_a_put() -> None:
     """A job whose chunks all exist ends like any other."""
     rank = Rank()
@@ -140,14 +162,17 @@ def make_bad(rank: Rank, name: str) -> str:
     return key
 
 
-def test_a_bad_value_is_replaced_by_the_next_save() -> None:
+@pytest.mark.parametrize("checks", [True, False], ids=["asked", "not asked"])
+def test_a_bad_value_is_replaced_by_the_next_save(checks: bool) -> None:
     """Though it exists, it is removed and put again, and reported whole."""
     rank = Rank()
     key = make_bad(rank, "a")
+    rank.scripted.checks_before_put = checks
     (content,) = rank.fill("a", [2])
     job = rank.store_job("a", 0, 4, [2])
     rank.step(job)
-    assert [method for method, _ in rank.scripted.calls] == ["exists", "remove", "put"]
+    asked = ["exists"] if checks else []
+    assert [method for method, _ in rank.scripted.calls] == [*asked, "remove", "put"]
     assert rank.ends(job) == ["stored"]
     assert rank.report.mended_keys == {key}
     assert rank.scripted.values[key][:100] == content
@@ -156,10 +181,12 @@ def test_a_bad_value_is_replaced_by_the_next_save() -> None:
     assert rank.blocks.content(0, 10) == content
 
 
-def test_a_bad_value_that_cannot_be_removed_is_not_called_stored() -> None:
+@pytest.mark.parametrize("checks", [True, False], ids=["asked", "not asked"])
+def test_a_bad_value_that_cannot_be_removed_is_not_called_stored(checks: bool) -> None:
     """A put would answer OK and leave the wrong bytes: the chunk is not in the store."""
     rank = Rank()
     key = make_bad(rank, "a")
+    rank.scripted.checks_before_put = checks
     rank.scripted.hooks["remove"] = lambda keys: [Status.FAILED] * len(keys)
     job = rank.store_job("a", 0, 4, [2])
     rank.step(job)

@@ -46,7 +46,10 @@ class RawClient:
 
         16 MiB are the smallest pool that Mooncake makes.
         """
-        assert self._native.remove_all(True) >= OK
+        give_up_s = time.monotonic() + 10
+        while self._native.remove_all(True) < OK:  # the master may just have come back
+            assert time.monotonic() < give_up_s
+            time.sleep(0.05)
         pinned = mooncake_module().ReplicateConfig()
         pinned.with_hard_pin = True
         for number in range(taken_bytes // BALLAST_BYTES):

@@ -67,6 +67,7 @@ class TestMooncakeStore(StoreTests):
     can_be_lost = True
     holds_empty_values = False
     reads_in_place = True
+    evicts_at_will = True
     settles_in_s = 10.0
 
     def open(self, directory: Path) -> Store:

@@ -149,7 +149,7 @@ class TestFiles:
     def test_an_engine_that_gives_memory_gives_4_gib_unless_told(
         self, write: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(mooncake_settings, "_available_memory_bytes", lambda: 8 * GIB)
+        monkeypatch.setattr(mooncake_settings, "available_memory_bytes", lambda: 8 * GIB)
         write.write_text(json.dumps(MASTER | {"protocol": "tcp"}))
         assert read("mooncake://").segment_bytes == 4 * GIB
 
@@ -184,7 +184,7 @@ class TestFiles:
     def test_faults_name_the_file_or_the_entry(
         self, write: Path, data: object, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(mooncake_settings, "_available_memory_bytes", lambda: 8 * GIB)
+        monkeypatch.setattr(mooncake_settings, "available_memory_bytes", lambda: 8 * GIB)
         write.write_text(json.dumps(data))
         with pytest.raises(ConfigError, match=said):
             read("mooncake://?protocol=tcp")

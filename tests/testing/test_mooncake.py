@@ -158,6 +158,8 @@ def test_nothing_is_left_when_the_test_fails() -> None:
     assert not any(process.is_alive() for process in processes(pool))
     assert not pool.master_log.parent.exists()
     pool.close()
+    with pytest.raises(StoreOpenError, match="make another"), pool:
+        pytest.fail("it started again")
 
 
 def test_a_given_folder_keeps_the_logs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import click
 
 from kvtide import __version__
-from kvtide.cli import demo
+from kvtide.cli import demo, pool
 from kvtide.errors import KVTideError
 
 
@@ -19,6 +19,7 @@ def cli() -> None:
 
 
 cli.add_command(demo.command)
+cli.add_command(pool.command)
 
 
 def main() -> None:

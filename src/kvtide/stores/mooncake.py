@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from kvtide.stores.mooncake_transfer import MAX_PER_CALL, MooncakeTransfer
 from kvtide.stores.regions import RegionSet
 from kvtide.stores.running_calls import RunningCalls
 from kvtide.stores.url import StoreUrl
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
 _NO_ANSWER = "its master does not answer"
@@ -39,6 +42,8 @@ class MooncakeStore(Store):
 
     def __init__(self, settings: MooncakeSettings) -> None:
         self._name = f"the Mooncake pool at {settings.master}"
+        self._tenant = settings.tenant
+        self._has_warned = False
         self._client = connect(settings)
         self._call = RunningCalls(self._name, lambda: None, ())
         self._breaker = CircuitBreaker(self._name, self._client.is_answered)
@@ -150,6 +155,14 @@ class MooncakeStore(Store):
             self._counters["failed_transfers"] += failed[codes.TRANSFER_FAILED]
             self._counters["refused_by_lease"] += failed[codes.LEASED]
             self._counters["expired_leases"] += failed[codes.LEASE_EXPIRED]
+        if failed[codes.UNKNOWN_TENANT] and not self._has_warned:
+            self._has_warned = True
+            logger.error(
+                "%s knows no tenant %r, so nothing is saved or found there: add it to the master's"
+                " tenants, or correct the tenant in the store URL",
+                self._name,
+                self._tenant,
+            )
 
 
 def open_mooncake(url: StoreUrl) -> MooncakeStore:

@@ -17,6 +17,8 @@ LEASE_EXPIRED = -707
 TRANSFER_FAILED = -800
 RPC_FAILED = -900
 RPC_TIMED_OUT = -901
+QUOTA_EXCEEDED = -1700
+UNKNOWN_TENANT = -1701
 
 LOST = frozenset({RPC_FAILED, RPC_TIMED_OUT})
 """The master is gone, or does not answer: it is the whole pool that is lost."""
@@ -30,7 +32,7 @@ def status_of_put(code: int) -> Status:
     """Return what became of a key that was put."""
     if code == OK:
         return Status.OK
-    return Status.NO_SPACE if code == NO_SPACE else Status.FAILED
+    return Status.NO_SPACE if code in (NO_SPACE, QUOTA_EXCEEDED) else Status.FAILED
 
 
 def status_of_get(code: int, value_bytes: int) -> Status:

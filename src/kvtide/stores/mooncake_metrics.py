@@ -30,7 +30,7 @@ class MasterMetrics:
     """Keys whose presence was asked for."""
     num_puts: int
     num_refused_puts: int
-    """Calls in which some key found no room."""
+    """Keys for which there was no room."""
     num_evicted_keys: int
     evicted_bytes: int
     segments: Mapping[str, int]

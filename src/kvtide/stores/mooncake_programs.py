@@ -59,6 +59,7 @@ def master_command(settings: PoolSettings) -> list[str]:
         "metrics_host": settings.host,
         "metrics_port": settings.metrics_port,
         "rpc_thread_num": 2,
+        "enable_metric_reporting": "false",  # into the log, which would be little else
         "default_kv_lease_ttl": settings.lease_ms,
         **settings.master_flags,
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtide.stores.machine_memory import available_memory_bytes
 from kvtide.stores.url import StoreUrl, UrlReader
 from kvtide.units import format_size
 
@@ -208,19 +209,10 @@ def _check_device(device: str, reader: UrlReader) -> None:
 
 
 def _check_segment(segment_bytes: int, reader: UrlReader) -> None:
-    free_bytes = _available_memory_bytes()
-    if free_bytes is not None and segment_bytes > free_bytes:
+    free_bytes = available_memory_bytes()
+    if segment_bytes > free_bytes:
         reader.fault(
             f"a segment of {format_size(segment_bytes)} is more than the"
             f" {format_size(free_bytes)} of memory that are free here: give less to the pool"
             " (segment in the URL, global_segment_size in a file)"
         )
-
-
-def _available_memory_bytes() -> int | None:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from kvtide.core.batch import Batch
 from kvtide.stores import mooncake_codes as codes
+from kvtide.stores.base import Status
 from kvtide.stores.copying import gather_values, scatter, scatter_values
 from kvtide.stores.memory_buffer import ByteArray, aligned_buffer, region_of
 from kvtide.stores.mooncake_client import MooncakeClient
@@ -127,7 +129,9 @@ class MooncakeTransfer:
 
 
 def _refused(answers: Sequence[int]) -> list[int]:
-    return [index for index, code in enumerate(answers) if code == codes.NO_SPACE]
+    return [
+        index for index, code in enumerate(answers) if codes.status_of_put(code) is Status.NO_SPACE
+    ]
 
 
 def _has_one_segment_each(part: Batch) -> bool:
@@ -138,19 +142,18 @@ def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
     """Yield the keys of each native call: bounded in keys and segments, and in bytes if gathered.
 
     Values without bytes are left out: Mooncake holds none. Values of one segment and others do not
-    share a call, since the first need no copy.
+    share a call, since the first need no copy; nor do equal keys, of which Mooncake serves one.
     """
-    for is_single in (True, False):
+    for indices in _rounds(batch):
         part: list[int] = []
         num_segments = num_bytes = 0
-        for index, sizes in enumerate(batch.sizes):
+        for index in indices:
+            sizes = batch.sizes[index]
             value_bytes = sum(sizes)
-            if not value_bytes or (len(sizes) == 1) is not is_single:
-                continue
             num_segments += len(sizes)
             num_bytes += value_bytes
             is_over = num_segments > MAX_PER_CALL or (
-                not is_single and gather_bytes is not None and num_bytes > gather_bytes
+                len(sizes) > 1 and gather_bytes is not None and num_bytes > gather_bytes
             )
             if part and is_over:
                 yield part
@@ -158,3 +161,17 @@ def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
             part.append(index)
         if part:
             yield part
+
+
+def _rounds(batch: Batch) -> list[list[int]]:
+    """Return the keys with bytes, those of one segment apart, in lists without equal keys.
+
+    An earlier value of a key is in an earlier list than a later one.
+    """
+    rounds: dict[tuple[int, bool], list[int]] = {}
+    times_seen: Counter[str] = Counter()
+    for index, (key, sizes) in enumerate(zip(batch.keys, batch.sizes, strict=True)):
+        if sum(sizes):
+            rounds.setdefault((times_seen[key], len(sizes) > 1), []).append(index)
+            times_seen[key] += 1
+    return [rounds[number] for number in sorted(rounds)]

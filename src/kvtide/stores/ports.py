@@ -16,6 +16,8 @@ from kvtide.stores.processes import command_of
 
 _PROC = Path("/proc")
 _LISTENING = "0A"
+_MOST_SHOWN = 70
+"""Characters of a command line: enough to know whose it is, and not a screen of flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,17 @@ class Listener:
     port: int
     pid: int | None
 
+    def serves(self, host: IPv4Address) -> bool:
+        """Whether connections to ``host`` come to it: it listens there, or everywhere."""
+        return self.address == host or self.address.is_unspecified
+
     def __str__(self) -> str:
         if self.pid is None:
             return "a process of another user or container"
-        command = command_of(self.pid)
+        program, _, arguments = command_of(self.pid).partition(" ")
+        command = f"{Path(program).name} {arguments}".strip()
+        if len(command) > _MOST_SHOWN:
+            command = f"{command[:_MOST_SHOWN]}..."
         return f"process {self.pid} ({command})" if command else f"process {self.pid}"
 
 
@@ -98,7 +107,9 @@ def _listening_sockets(port: int) -> Iterator[tuple[IPv4Address | IPv6Address, s
 def _address(text: str) -> IPv4Address | IPv6Address:
     """Read an address as the kernel prints it: words of 4 bytes, each as this machine has it."""
     words = (int(text[at : at + 8], 16) for at in range(0, len(text), 8))
-    return ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+    address = ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
 
 
 def _open_sockets() -> Iterator[tuple[int, str]]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +28,30 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """Return who has ``pid`` now; ``None`` where nobody does, or only a zombie."""
-        stat = _stat(pid)
-        if stat is None or stat[_STATE] in "ZX":
+        """Return who has ``pid`` now; ``None`` where nobody does, or one that has ended."""
+        try:
+            found = cls.of_unreaped(pid)
+        except ProcessLookupError:
             return None
+        return found if found.is_alive() else None
+
+    @classmethod
+    def of_unreaped(cls, pid: int) -> ProcessId:
+        """Return the process that was started as ``pid``, for which nobody has waited yet.
+
+        It may have ended: its pid is its own until somebody waits for it.
+
+        Raises:
+            ProcessLookupError: there is none: somebody has waited for it.
+        """
+        stat = _stat(pid)
+        if stat is None:
+            raise ProcessLookupError(f"there is no process {pid}")
         return cls(pid, int(stat[_START_TICKS]), boot_id())
 
     def is_alive(self) -> bool:
         """Whether this very process runs, or is stopped."""
-        return ProcessId.of(self.pid) == self
+        return not self._has_ended(0)
 
     def is_stopped(self) -> bool:
         """Whether it is alive and was told to pause, as by ``SIGSTOP``."""
@@ -42,30 +60,21 @@ class ProcessId:
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal; ``False`` where the process is gone, whoever may have its pid now."""
-        handle = self._handle()
-        if handle is None:
-            return False
-        try:
-            signal.pidfd_send_signal(handle, number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(handle)
-        return True
+        with self._handle() as handle:
+            if handle is None:
+                return False
+            try:
+                signal.pidfd_send_signal(handle, number)
+            except ProcessLookupError:
+                return False
+            return True
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the process has ended; ``False`` where it has not after ``timeout_s``."""
-        handle = self._handle()
-        if handle is not None:
-            try:
-                ended = select.poll()
-                ended.register(handle, select.POLLIN)
-                ended.poll(timeout_s * 1000)
-            finally:
-                os.close(handle)
-        if self.is_alive():
+        if not self._has_ended(timeout_s):
             return False
-        _reap(self.pid)
+        if self._has_pid():
+            _reap(self.pid)
         return True
 
     def stop(self, grace_s: float) -> bool:
@@ -101,20 +110,58 @@ class ProcessId:
         """Return its command line, empty where it cannot be read."""
         return command_of(self.pid)
 
-    def _handle(self) -> int | None:
-        # The handle is of whoever has the pid now, and stays his: so it is made first.
+    def _has_ended(self, timeout_s: float) -> bool:
+        # In /proc a process is a zombie from the moment on when its first thread has ended. A
+        # handle tells when the last one has, and with it all files and ports that were open.
+        with self._handle() as handle:
+            if handle is None:
+                return True
+            ends = select.poll()
+            ends.register(handle, select.POLLIN)
+            return bool(ends.poll(timeout_s * 1000))
+
+    @contextmanager
+    def _handle(self) -> Iterator[int | None]:
+        # The handle is of whoever has the pid now, and stays his: so it is made before we look.
         try:
             handle = os.pidfd_open(self.pid)
-        except OSError:
-            return None
-        if self.is_alive():
-            return handle
-        os.close(handle)
-        return None
+        except ProcessLookupError:
+            yield None
+            return
+        try:
+            yield handle if self._has_pid() else None
+        finally:
+            os.close(handle)
+
+    def _has_pid(self) -> bool:
+        """Whether the pid is still this process's, if only as that of a zombie."""
+        stat = _stat(self.pid)
+        same_start = stat is not None and int(stat[_START_TICKS]) == self.start_ticks
+        return same_start and self.boot_id == boot_id()
 
 
-_MOST_TO_DIE_S = 10.0
-"""What is killed dies as soon as the kernel comes to it; with gigabytes to free, in a second."""
+def start_detached(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessId:
+    """Start a program that outlives this process, its terminal included; it appends to ``log``.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with log.open("ab") as output:
+        child = subprocess.Popen(  # noqa: S603 - what the caller asks for
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    child.returncode = 0  # it is not this object's any more, which else would complain of it
+    return ProcessId.of_unreaped(child.pid)
+
+
+_MOST_TO_DIE_S = 60.0
+"""What is killed dies as soon as the kernel comes to it, which may have gigabytes to free."""
 
 
 def boot_id() -> str:

@@ -56,10 +56,10 @@ class GuardedPrograms:
         if "pid" not in answer:
             reason = answer.get("error", "its guard was closed, or killed")
             raise StoreOpenError(f"{argv[0]} cannot be started: {reason}")
-        process = ProcessId.of(answer["pid"])
-        if process is None:
-            raise StoreOpenError(f"{argv[0]} ended as soon as it was started: see {log}")
-        return process
+        try:
+            return ProcessId.of_unreaped(answer["pid"])  # the guard waits for none before the end
+        except ProcessLookupError as error:
+            raise StoreOpenError(f"{argv[0]} ended with its guard, which was killed") from error
 
     def close(self) -> None:
         """End all programs; when this returns they are gone. Harmless when repeated."""

@@ -62,6 +62,8 @@ class MooncakePool:
         self._owner_port = 0
 
     def __enter__(self) -> Self:
+        if self._programs is not None:
+            raise StoreOpenError("the pool was started before: make another")
         to_remove = None
         if self._given_folder is None:
             to_remove = self._folder = Path(tempfile.mkdtemp(prefix="kvtide-mooncake-"))
