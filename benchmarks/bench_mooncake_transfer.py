@@ -75,7 +75,7 @@ class Peer:
 
     def empty_the_pool(self) -> None:
         """Remove every key, leased or not."""
-        assert self._native.remove_all(True) >= 0
+        assert self._native.remove_all(force=True) >= 0
 
     def close(self) -> None:
         """End the connection."""

@@ -139,8 +139,9 @@ def _has_one_segment_each(part: Batch) -> bool:
 
 
 def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
-    """Yield the keys of each native call: bounded in keys and segments, and in bytes if gathered.
+    """Yield the keys of each native call: bounded in segments, and in bytes if gathered.
 
+    A gathered value counts as the one segment that the client sees of it.
     Values without bytes are left out: Mooncake holds none. Values of one segment and others do not
     share a call, since the first need no copy; nor do equal keys, of which Mooncake serves one.
     """
@@ -150,7 +151,7 @@ def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
         for index in indices:
             sizes = batch.sizes[index]
             value_bytes = sum(sizes)
-            num_segments += len(sizes)
+            num_segments += len(sizes) if gather_bytes is None else 1
             num_bytes += value_bytes
             is_over = num_segments > MAX_PER_CALL or (
                 len(sizes) > 1 and gather_bytes is not None and num_bytes > gather_bytes
