@@ -160,10 +160,12 @@ def transfer_rows(
     speeds: dict[str, dict[str, list[float]]] = {
         what: {name: [] for name in names} for what in calls
     }
-    for _ in range(rounds):
+    for number in range(rounds):
         peer.empty_the_pool()
+        order = names[number % 3 :] + names[: number % 3]  # the first meets what the emptying left
         for what, contenders in calls.items():
-            for name, [took_s] in take_turns(contenders, 1).items():
+            in_turn = {name: contenders[name] for name in order}
+            for name, [took_s] in take_turns(in_turn, 1).items():
                 speeds[what][name].append(value_bytes * num_keys / took_s / MIB)
         assert np.array_equal(source.content, target.content)
         target.content[:] = 0

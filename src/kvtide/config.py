@@ -122,9 +122,7 @@ _NAME: Final = r"[A-Za-z0-9._/-]{0,128}"
 _NAME_ACCEPTED: Final = "up to 128 letters, digits, '.', '_', '-' or '/'"
 _VERSION: Final = _NAME + r"|@/[^\0]+"
 _VERSION_ACCEPTED: Final = _NAME_ACCEPTED + "; or '@/path' of a file that holds a name"
-_URL_ACCEPTED: Final = (
-    "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'mooncake://HOST:PORT'"
-)
+_URL_ACCEPTED: Final = "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'mooncake://HOST:PORT'"
 
 
 def _option(default: object, unit: str, accepts: str, check: Check, doc: str) -> Any:  # noqa: ANN401
