@@ -72,6 +72,27 @@ def test_all_rows_are_joined_in_one_summary(
     for _ in range(2):  # the summary of an earlier run is no benchmark's
         rows = json.loads(measuring.merge().read_text())
         assert [one["bench"] for one in rows] == ["a", "b"]
-        assert set(rows[0]) == {*row, "bench", "kvtide", "goal", "met"}
+        assert set(rows[0]) == {*row, "bench", "kvtide", "goal", "met", "spread"}
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT MET")]
     assert set(told) == {"NOT MET: b, c: 2 (goal <= 1)"}
+
+
+def test_the_ratio_is_the_median_over_rounds_that_both_sides_shared(load: Any) -> None:
+    """A burst of noise in one round is in the spread, and leaves the ratio alone."""
+    measuring = load("measuring")
+    row = measuring.compared("b", "c", "MiB/s", [20, 30, 2, 40, 50], [2, 3, 2, 2, 4], at_least=10)
+    assert (row.ratio, row.kvtide, row.peer) == (10, 30, 2)
+    assert row.spread == (10, 12.5)
+    assert (row.goal, row.met) == (">= 10", True)
+    assert measuring.compared("b", "c", "", [9.9], [1], at_least=10).met is False
+
+
+def test_a_bench_that_cannot_run_says_why(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row has no result, and the summary repeats the reason."""
+    measuring = load("measuring")
+    measuring.report("b", [measuring.left_out("b", "vLLM is not installed")])
+    [row] = json.loads(measuring.merge().read_text())
+    assert (row["case"], row["kvtide"]) == ("left out: vLLM is not installed", None)
+    assert "b: left out: vLLM is not installed" in capsys.readouterr().out

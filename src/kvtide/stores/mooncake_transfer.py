@@ -16,7 +16,7 @@ import numpy as np
 from kvtide.core.batch import Batch
 from kvtide.stores import mooncake_codes as codes
 from kvtide.stores.base import Status
-from kvtide.stores.copying import gather, scatter
+from kvtide.stores.copying import gather_values, scatter, scatter_values
 from kvtide.stores.memory_buffer import ByteArray, aligned_buffer, region_of
 from kvtide.stores.mooncake_client import MooncakeClient
 
@@ -95,10 +95,7 @@ class MooncakeTransfer:
             return self._ask(len(part), lambda: self._client.put_segments(part))
         with self._lock:
             whole = self._whole(part)
-            for (start,), addresses, sizes in zip(
-                whole.addresses, part.addresses, part.sizes, strict=True
-            ):
-                gather(start, addresses, sizes)
+            gather_values(whole.addresses[0][0], part.addresses, part.sizes)
             return self._ask(len(part), lambda: self._client.put(whole))
 
     def _get(self, part: Batch) -> list[int]:
@@ -109,9 +106,12 @@ class MooncakeTransfer:
         with self._lock:
             whole = self._whole(part)
             answers = self._ask(len(part), lambda: self._client.get(whole))
-            for index, code in enumerate(answers):
-                if code == part.value_bytes(index):
-                    scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
+            is_whole = [code == size for code, (size,) in zip(answers, whole.sizes, strict=True)]
+            if all(is_whole):
+                scatter_values(whole.addresses[0][0], part.addresses, part.sizes)
+                return answers
+            for index in (index for index, is_ok in enumerate(is_whole) if is_ok):
+                scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
             return answers
 
     def _can_gather(self, part: Batch) -> bool:
@@ -139,8 +139,9 @@ def _has_one_segment_each(part: Batch) -> bool:
 
 
 def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
-    """Yield the keys of each native call: bounded in keys and segments, and in bytes if gathered.
+    """Yield the keys of each native call: bounded in segments, and in bytes if gathered.
 
+    A gathered value counts as the one segment that the client sees of it.
     Values without bytes are left out: Mooncake holds none. Values of one segment and others do not
     share a call, since the first need no copy; nor do equal keys, of which Mooncake serves one.
     """
@@ -150,7 +151,7 @@ def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
         for index in indices:
             sizes = batch.sizes[index]
             value_bytes = sum(sizes)
-            num_segments += len(sizes)
+            num_segments += len(sizes) if gather_bytes is None else 1
             num_bytes += value_bytes
             is_over = num_segments > MAX_PER_CALL or (
                 len(sizes) > 1 and gather_bytes is not None and num_bytes > gather_bytes

@@ -53,7 +53,7 @@ class RegionSet:
             UnregisteredMemoryError: some segment does not; the message names the first.
         """
         bounds = self._bounds
-        if len(batch) < _VECTORISE_FROM:
+        if sum(map(len, batch.sizes)) < _VECTORISE_FROM:
             for addresses, sizes in zip(batch.addresses, batch.sizes, strict=True):
                 for address, num_bytes in zip(addresses, sizes, strict=True):
                     if not bounds.contain(address, num_bytes):
