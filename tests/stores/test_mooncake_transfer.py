@@ -16,7 +16,7 @@ from kvtide.stores import mooncake_codes as codes
 from kvtide.stores.memory_buffer import aligned_buffer, region_of
 from kvtide.stores.mooncake_client import MooncakeClient, connect
 from kvtide.stores.mooncake_settings import read_settings
-from kvtide.stores.mooncake_transfer import MAX_PER_CALL, MooncakeTransfer
+from kvtide.stores.mooncake_transfer import MAX_PER_CALL, MAX_PER_TCP_CALL, MooncakeTransfer
 from kvtide.stores.url import StoreUrl
 from kvtide.testing.mooncake import MooncakePool
 from kvtide.testing.values import value_of
@@ -148,11 +148,12 @@ def test_a_batch_beyond_the_clients_limits_is_cut(
 ) -> None:
     """2,500 keys of one segment, and 200 of 32 segments: no call passes the limits, none fails."""
     counted = Counted(client, gathers=gathers)
+    most = MAX_PER_TCP_CALL if gathers else MAX_PER_CALL
     check_round_trip(counted, memory, [[100]] * 2_500, [[100]] * 2_500)
-    assert counted.call_sizes == 2 * [MAX_PER_CALL, MAX_PER_CALL, 2_500 - 2 * MAX_PER_CALL]
+    assert counted.call_sizes == 2 * [*[most] * (2_500 // most), 2_500 % most]
     counted.call_sizes.clear()
     check_round_trip(counted, memory, [[500] * 32] * 200, [[500] * 32] * 200)
-    most = GATHER_BYTES // (500 * 32) if gathers else MAX_PER_CALL // 32
+    most = GATHER_BYTES // (500 * 32) if gathers else most // 32
     assert max(counted.call_sizes) == most
     assert sum(counted.call_sizes) == 2 * 200
 

@@ -26,6 +26,11 @@ _PROBE_KEY = "kvtide:probe"
 _SETUP_TRIES = 5
 _IS_REFUSED_FAST_S = 1.0
 
+TCP_LANES = 16
+"""Transfers with one TCP peer that run at a time, the most that Mooncake takes; others queue."""
+MAX_TRANSFER_TIMEOUT_S = 3
+"""A TCP transfer that makes no progress for longer has failed, and is never carried out after."""
+
 
 class MooncakeClient:
     """A connected client; :func:`connect` makes it.
@@ -157,16 +162,22 @@ def _set_environment(settings: MooncakeSettings) -> None:
     A TCP peer takes 2,048 segments at a time, beyond which keys fail: three threads of kvtide
     that call at once would pass that.
     """
-    timeout_s = max(1, round(settings.call_timeout_s))
+    transfer_timeout_s = max(1, min(round(settings.call_timeout_s), MAX_TRANSFER_TIMEOUT_S))
     for name, value in (
         ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
         ("MC_RPC_TIMEOUT_MS", round(1000 * settings.call_timeout_s)),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", timeout_s),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", timeout_s),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", transfer_timeout_s),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", transfer_timeout_s),
+        ("MC_TCP_LANES_PER_PEER", TCP_LANES),
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", 16384),
         ("MC_LOG_LEVEL", "WARNING"),
     ):
-        os.environ.setdefault(name, str(value))
+        if os.environ.get(name) in (None, _set_before.get(name)):
+            os.environ[name] = _set_before[name] = str(value)
+
+
+_set_before: dict[str, str] = {}
+"""What this process's last client was told: it is not the operator's, and the next may differ."""
 
 
 def _own_address(settings: MooncakeSettings, give_up_at_s: float) -> str:
