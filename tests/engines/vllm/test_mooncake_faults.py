@@ -1,7 +1,8 @@
 """A real engine on a Mooncake pool whose master or owner dies or hangs: it answers as without one.
 
 One engine and one pool go through all of it. Each test saves a prompt, breaks the pool, asks for
-that prompt and for a new one, mends the pool, and sees that saving and loading resume by themselves.
+that prompt and for a new one, mends the pool, and sees that saving and loading resume by
+themselves.
 """
 
 from __future__ import annotations
