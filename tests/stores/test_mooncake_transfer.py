@@ -33,6 +33,7 @@ class Counted:
         self.transfer = MooncakeTransfer(
             client, self._ask, gathers=gathers, gather_bytes=GATHER_BYTES
         )
+        _kept.append(self.transfer)
 
     def _ask(self, num_keys: int, call: object) -> list[int]:
         assert callable(call)
@@ -59,7 +60,7 @@ def memory(client: MooncakeClient) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 _names = Counter[str]()
-_registered: list[np.ndarray] = []  # stays mapped for as long as the client knows it
+_kept: list[object] = []  # memory stays mapped for as long as the client knows it
 
 
 def fresh(num_keys: int) -> list[str]:
@@ -209,4 +210,4 @@ def test_memory_is_registered_once_and_only_where_it_is_new(client: MooncakeClie
     assert not client.register(Region(start, 3 * 4096))
     assert client.register(Region(start, 4096))
     assert client.register(Region(start + 2 * 4096, 4096))
-    _registered.append(buffer)
+    _kept.append(buffer)

@@ -20,6 +20,7 @@ from kvtide.runtime.memory import BlockMemory
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.slab import Slab
 from kvtide.runtime.staging import FencedTasks, Staging
+from kvtide.runtime.store_counters import counters_of
 from kvtide.runtime.threads import KVCacheStoreRecvingThread, KVCacheStoreSendingThread
 from kvtide.runtime.values import TAGGED, ValueFormat
 from kvtide.stores.base import Store
@@ -169,7 +170,7 @@ class PoolWorker:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
-        self._ledger.count(self._store.take_counters())
+        self._ledger.count(counters_of(self._store))
         return self._ledger.take_report()
 
     # ------------------------------------------------------------------------------ shutdown

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from kvtide.core.batch import Batch
+from kvtide.errors import StoreOpenError
 from kvtide.stores import mooncake_codes as codes
 from kvtide.stores.base import Status
 from kvtide.stores.copying import gather_values, scatter, scatter_values
@@ -77,9 +78,13 @@ class MooncakeTransfer:
         end_s, give_up_s = now_s + MAX_ROOM_WAIT_S, now_s + ROOM_WAIT_S
         while refused and time.monotonic() < min(end_s, give_up_s):
             time.sleep(_ROOM_POLL_S)
-            again = self._move(batch.select(refused), self._put)
-            for index, code in zip(refused, again, strict=True):
-                answers[index] = code
+            # One value finds out for all of them whether there is room.
+            for part in (refused[:1], refused[1:]):
+                again = self._move(batch.select(part), self._put)
+                for index, code in zip(part, again, strict=True):
+                    answers[index] = code
+                if _refused(again):
+                    break
             left = _refused(answers)
             if len(left) < len(refused):
                 give_up_s = time.monotonic() + ROOM_WAIT_S
@@ -140,7 +145,8 @@ class MooncakeTransfer:
         """Return the same keys with one segment each, one after the other in the buffer."""
         if self._buffer is None:
             buffer = aligned_buffer(self._gather_bytes)
-            self._client.register(region_of(buffer))
+            if not self._client.register(region_of(buffer)):
+                raise StoreOpenError("Mooncake refuses the buffer that segments are gathered in")
             self._buffer = buffer
         lengths = [part.value_bytes(index) for index in range(len(part))]
         starts = (int(self._buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()

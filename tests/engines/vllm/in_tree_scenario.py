@@ -2,9 +2,9 @@
 
 usage: python -m tests.engines.vllm.in_tree_scenario FOLDER [fail|recompute] [NUM_TOKENS]
 
-Two engines, one after the other, over TCP: the first saves a prompt's KV cache, the second loads it.
-Prints what each did and said. No test runs it: it shows what kvtide is compared with. The second
-argument is the ``kv_load_failure_policy``, by default vLLM's own.
+Two engines, one after the other, over TCP: the first saves a prompt's KV cache, the second loads
+it. Prints what each did and said. No test runs it: it shows what kvtide is compared with. The
+second argument is the ``kv_load_failure_policy``, by default vLLM's own.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ from tests.engines.vllm.family_runs import answer_with_zeros
 from tests.engines.vllm.in_tree_engine import Answer, InTreeEngine, write_config
 from tests.engines.vllm.models import build
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(600),  # three engines, one of which imports vLLM anew
+]
 
 MODELS = ["llama", "gemma3", "llama4", "lfm2"]
 """Full attention alone; then beside windows, local attention and states."""

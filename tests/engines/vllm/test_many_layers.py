@@ -8,9 +8,9 @@ vLLM 0.32.0 and Mooncake 0.3.13. It saves all 187 chunks and loads none of them:
 - As it is by default, "Failed to get 119 Mooncake keys from sub-batch (batch_keys=187...)" with the
   code -800, "Failing 1 request(s) due to KV load failure": the request ends without any token.
 - With ``kv_load_failure_policy: recompute``, "Failed to complete transfers after 60000
-  milliseconds"; from then on all 187 keys fail about once a second, "Recovered from KV load failure:
-  1 request(s) rescheduled (5984 tokens affected)" each time. There was no answer after 90 s, nor, in
-  another run, after 300 s.
+  milliseconds"; from then on all 187 keys fail about once a second, "Recovered from KV load
+  failure: 1 request(s) rescheduled (5984 tokens affected)" each time. There was no answer after
+  90 s, nor, in another run, after 300 s.
 """
 
 from __future__ import annotations
