@@ -224,7 +224,7 @@ def test_who_only_asks_gives_no_memory(tmp_path: Path, monkeypatch: pytest.Monke
         path = tmp_path / "mooncake.json"
         path.write_text(
             f'{{"master_server_address": "127.0.0.1:{pool.port}", "protocol": "tcp",'
-            ' "metadata_server": "P2PHANDSHAKE", "global_segment_size": "0.03125GB"}}'
+            ' "metadata_server": "P2PHANDSHAKE", "global_segment_size": "0.03125GB"}'
         )
         monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
         before = pool.metrics().capacity_bytes
