@@ -18,6 +18,12 @@ from kvtide.errors import ConfigError
 from kvtide.units import format_size, parse_size
 
 ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
+KEY_FORMATS: Final = ("kvtide", "vllm")
+
+_OTHER_KEYS: Final = (
+    "its keys and values are a form of the pool that kvtide does not write; remove it, and share "
+    "only with instances that go without it"
+)
 
 # Options of vLLM's in-tree store connectors that people will bring along, and what became of them.
 _ELSEWHERE: Final = {
@@ -28,6 +34,12 @@ _ELSEWHERE: Final = {
     "master_server_address": "name it in the store's URL, mooncake://HOST:PORT; remove it here",
     "protocol": "give it in the store's URL; remove it here",
     "preferred_segment": "give it in the store's URL; remove it here",
+    "enable_lookup": "to load nothing, set min_load_tokens above the longest prompt; remove it",
+    "enable_group_semantics": "kvtide does not group values; remove it",
+    "custom_mem_pool": "kvtide copies through memory of its own; remove it",
+    "store_tp_size": _OTHER_KEYS,
+    "enable_store_tp_lcm": _OTHER_KEYS,
+    "prefill_tp_sizes": _OTHER_KEYS,
 }
 
 
@@ -108,21 +120,18 @@ def _text(accepted: str, pattern: str) -> Check:
 
 
 def _key_format(value: object) -> str:
-    if value == "vllm":
-        raise _FaultError(
-            "'kvtide': sharing a pool with vLLM's in-tree connector ('vllm') is not available "
-            "yet, because its keys do not say what the bytes are"
-        )
-    if value != "kvtide":
-        raise _FaultError("'kvtide'")
-    return "kvtide"
+    if value not in KEY_FORMATS:
+        raise _FaultError("'kvtide' or 'vllm'")
+    return str(value)
 
 
 _NAME: Final = r"[A-Za-z0-9._/-]{0,128}"
 _NAME_ACCEPTED: Final = "up to 128 letters, digits, '.', '_', '-' or '/'"
 _VERSION: Final = _NAME + r"|@/[^\0]+"
 _VERSION_ACCEPTED: Final = _NAME_ACCEPTED + "; or '@/path' of a file that holds a name"
-_URL_ACCEPTED: Final = "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'mooncake://HOST:PORT'"
+_URL_ACCEPTED: Final = (
+    "a URL such as 'local:///dev/shm/kvtide?size=20GiB' or 'mooncake://HOST:PORT'"
+)
 
 
 def _option(default: object, unit: str, accepts: str, check: Check, doc: str) -> Any:  # noqa: ANN401
@@ -174,9 +183,12 @@ class PoolConfig:
     key_format: str = _option(
         "kvtide",
         "",
-        "kvtide",
+        "kvtide or vllm",
         _key_format,
-        "The form of the keys.",
+        "The form of keys and values. `vllm` is that of vLLM's own MooncakeStoreConnector, to "
+        "share a pool with it: its keys do not say what the bytes are, so the operator must see to "
+        "it that all who share the pool serve the same weights with the same settings. See "
+        "[Moving from vLLM's Mooncake connector](moving-from-vllm-mooncake.md).",
     )
     save_decode_cache: bool = _option(
         False,  # noqa: FBT003
@@ -363,9 +375,15 @@ def _contradictions(config: PoolConfig, bad: set[str]) -> list[str]:
         ("backoff_s", "max_backoff_s", "the first pause is longer than the longest"),
         ("lookup_wait_ms", "lookup_timeout_ms", "a request would wait for an abandoned lookup"),
     ]
-    return [
+    faults = [
         f"{low} ({getattr(config, low):g}) must be at most {high} ({getattr(config, high):g}): "
         f"{reason}; lower {low} or raise {high}"
         for low, high, reason in pairs
         if not bad & {low, high} and getattr(config, low) > getattr(config, high)
     ]
+    if config.key_format == "vllm" and config.weights_version:
+        faults.append(
+            "weights_version is no part of keys of key_format 'vllm': remove it, and give each "
+            "version of the weights a cache_prefix of its own"
+        )
+    return faults
