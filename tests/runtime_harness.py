@@ -25,6 +25,7 @@ from kvtide.core.layout import Region
 from kvtide.runtime.context import StoreShare
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.runtime.values import TAGGED, ValueFormat
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Status, Store
 from kvtide.testing.blocks import FakeBlocks, byte_layout
@@ -166,6 +167,7 @@ class Rank:
         threaded: bool = False,
         share: StoreShare | None = None,
         store: Store | None = None,
+        values: ValueFormat = TAGGED,
         **limits: float,
     ) -> None:
         self.groups = tuple(groups)
@@ -187,6 +189,7 @@ class Rank:
             self.databases,
             limits=WorkerLimits(**{**bounds, **limits}),
             share=share,
+            values=values,
             clock=self.clock,
             threaded=threaded,
         )

@@ -29,8 +29,15 @@ BAD: list[tuple[dict[str, Any], str | None, list[list[str]]]] = [
     ({"weights_version": "v" * 129}, "kv_both", [["weights_version must be up to 128"]]),
     ({"weights_version": "@version"}, "kv_both", [["weights_version must be", "'@/path'"]]),
     ({"weights_version": "@/a\0b"}, "kv_both", [["weights_version must be", "'@/path'"]]),
-    ({"key_format": "vllm"}, "kv_both", [["key_format must be 'kvtide'", "not available yet"]]),
-    ({"key_format": "lmcache"}, "kv_both", [["key_format must be 'kvtide'"]]),
+    ({"key_format": "lmcache"}, "kv_both", [["key_format must be 'kvtide' or 'vllm'"]]),
+    ({"key_format": ["vllm"]}, "kv_both", [["key_format must be 'kvtide' or 'vllm'"]]),
+    (
+        {"key_format": "vllm", "weights_version": "r7"},
+        "kv_both",
+        [["weights_version is no part of keys", "cache_prefix of its own"]],
+    ),
+    ({"store_tp_size": 8}, "kv_both", [["store_tp_size is not a setting", "does not write"]]),
+    ({"enable_lookup": False}, "kv_both", [["enable_lookup", "set min_load_tokens above"]]),
     ({"save_decode_cache": "true"}, "kv_both", [["save_decode_cache", "without quotes: true"]]),
     ({"save_decode_cache": "False"}, "kv_both", [["save_decode_cache", "without quotes: false"]]),
     ({"save_decode_cache": 1}, "kv_both", [["save_decode_cache must be true or false"]]),
@@ -154,6 +161,12 @@ def test_any_mapping_is_accepted_or_refused_with_a_config_error(extra: dict[str,
         PoolConfig.from_mapping(extra, "kv_both")
     except ConfigError as error:
         assert error.faults  # noqa: PT017 - either outcome is fine, a third is not
+
+
+def test_the_form_of_keys_is_one_of_two() -> None:
+    """That of kvtide, unless the operator asks for vLLM's."""
+    assert PoolConfig().key_format == "kvtide"
+    assert PoolConfig.from_mapping({"key_format": "vllm"}).key_format == "vllm"
 
 
 @pytest.mark.parametrize("version", ["", "r7", "org/model-2.1", "@/etc/kvtide/version"])

@@ -28,7 +28,7 @@ def literals(node: ast.expr) -> Iterator[str]:
             assert key is not None
             yield from literals(key)
     # The parameter of a method that does the counting, and what a store counted.
-    elif ast.unparse(node) not in ("name", "self._store.take_counters()"):
+    elif ast.unparse(node) not in ("name", "counters_of(self._store)"):
         raise AssertionError(f"the name of a counter must be a literal: {ast.unparse(node)}")
 
 

@@ -24,8 +24,8 @@ COUNTERS: Mapping[str, str] = {
     "lost_jobs": "Store jobs whose store call failed as a whole, or outlived their deadline.",
     "expired_jobs": "Store jobs ended by their deadline (they are failed or lost ones too).",
     "existing_chunks": "Chunks found in the store already (mooncake:// counts them as written).",
-    "saved_chunks": "Chunks written to the store.",
-    "saved_bytes": "Bytes written to the store, tags included.",
+    "saved_chunks": "Chunks written to the store, or found there by the put itself (mooncake://).",
+    "saved_bytes": "Bytes of the saved chunks, tags included.",
     # Lookups.
     "lookups": "Lookups begun: for requests that come or are preempted, or lose local blocks.",
     "lookup_waits_expired": "Lookups whose answer a request stopped waiting for (lookup_wait_ms).",
@@ -57,6 +57,7 @@ COUNTERS: Mapping[str, str] = {
     "refused_by_lease": "Removals refused because some reader held a lease on the value.",
     "expired_leases": "Reads that took longer than the lease on the value, and so failed.",
     # Both.
+    "unnamed_requests": "Requests that neither save nor load, since no key can name their bytes.",
     "resets": "Resets of the cache: the weights may have changed.",
 }
 """The counters by name, with what they count. None ever goes down."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -339,3 +340,33 @@ def test_an_interval_that_boundaries_miss_is_refused() -> None:
     """Retention counts in whole units of saving."""
     with pytest.raises(ValueError, match="must be a multiple of 32"):
         Coordinator(MIXED.groups, 16, retention_interval=48)
+
+
+def test_dense_stores_keep_of_local_attention_what_no_boundary_requires() -> None:
+    """The last block of each attention chunk too; windows and states stay as retention has them."""
+    groups = (ChunkedLocal(16, 64), FullAttention(16), SlidingWindow(16, 17))
+    sparse = Coordinator(groups, 16, retention_interval=64)
+    dense = replace(sparse, stores_dense=True)
+    assert sparse.store_mask(128) == [
+        [True, True, True, False] * 2,
+        None,
+        [False] * 3 + [True, False, False, False, True],
+    ]
+    assert dense.store_mask(128) == [None, *sparse.store_mask(128)[1:]]
+
+
+def test_dense_stores_count_all_chunks_of_local_attention() -> None:
+    """For how many chunks a job may have."""
+    groups = (ChunkedLocal(16, 16), FullAttention(64))
+    sparse = Coordinator(groups, 16)
+    assert sparse.max_stored_per_unit == 1 + 1
+    assert replace(sparse, stores_dense=True).max_stored_per_unit == 4 + 1
+
+
+def test_dense_stores_keep_all_of_local_attention_up_to_a_boundary() -> None:
+    """A boundary inside a unit, right behind an attention chunk, needs none of it."""
+    groups = (ChunkedLocal(16, 16), FullAttention(16), Mamba(64))
+    sparse = Coordinator(groups, 16, partial_hits=True)
+    assert sparse.boundary_chunks(96) == [[], [(4, 80), (5, 96)], []]
+    dense = replace(sparse, stores_dense=True)
+    assert dense.boundary_chunks(96) == [[(4, 80), (5, 96)], [(4, 80), (5, 96)], []]

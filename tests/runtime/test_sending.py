@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_what_the_store_counted_is_reported_once() -> None:
     rank.step(rank.store_job("a", 0, 4, [1]))
     rank.collect()
     assert rank.report.counters["store_outages"] == 2
+
+
+def test_a_store_that_cannot_tell_its_counters_costs_no_report() -> None:
+    """The rank's own counters are reported all the same."""
+    rank = Rank()
+
+    def take_counters() -> Counter[str]:
+        raise RuntimeError("bug")
+
+    rank.scripted.take_counters = take_counters  # type: ignore[method-assign]
+    job = rank.store_job("a", 0, 4, [1])
+    rank.step(job)
+    assert rank.ends(job) == ["stored"]
+    assert rank.report.counters["saved_chunks"] == 1
 
 
 def test_all_present_ends_stored_without_a_put() -> None:

@@ -86,6 +86,51 @@ def test_pauses_between_probes_double_up_to_the_longest() -> None:
     assert breaker.close(DEADLINE_S)
 
 
+def test_a_backend_lost_again_at_once_is_probed_for_at_the_pause_of_before() -> None:
+    """One that answers probes and little else costs few calls their time."""
+    backend = Backend()
+    backend.is_up = True
+    breaker = CircuitBreaker("a", backend.probe, first_pause_s=0.01, max_pause_s=0.2)
+    began_s = time.monotonic()
+    for _ in range(5):
+        breaker.trip("gone")
+        wait_until_closed(breaker)
+    assert time.monotonic() - began_s >= 0.01 + 0.02 + 0.04 + 0.08 + 0.16
+    assert breaker.close(DEADLINE_S)
+
+
+def test_a_backend_that_stayed_is_probed_for_as_if_it_was_never_lost() -> None:
+    """After a calm of some of the longest pauses."""
+    backend = Backend()
+    breaker = CircuitBreaker("a", backend.probe, first_pause_s=0.01, max_pause_s=0.05)
+    breaker.trip("gone")
+    while len(backend.times_s) < 5:
+        time.sleep(0.01)
+    backend.is_up = True
+    wait_until_closed(breaker)
+    time.sleep(6 * 0.05)
+    began_s = time.monotonic()
+    breaker.trip("gone")
+    wait_until_closed(breaker)
+    assert backend.times_s[-1] - began_s < 0.05
+    assert breaker.close(DEADLINE_S)
+
+
+def test_without_a_thread_to_probe_the_circuit_stays_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rather ask a lost backend than never again."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    breaker = CircuitBreaker("a", Backend().probe)
+    breaker.trip("gone")
+    breaker.require_closed()
+    assert breaker.close(DEADLINE_S)
+
+
 def test_tripping_twice_is_one_outage_with_one_thread() -> None:
     """Tripping twice is one outage with one thread."""
     breaker = CircuitBreaker("a", Backend().probe)

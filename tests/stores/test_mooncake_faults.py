@@ -11,6 +11,8 @@ import pytest
 
 from kvtide.errors import StoreLostError
 from kvtide.stores import Status, Store, open_store
+from kvtide.stores.mooncake_client import TCP_LANES
+from kvtide.stores.mooncake_transfer import MAX_PER_TCP_CALL
 from kvtide.testing import Arena
 from kvtide.testing.mooncake import MooncakePool
 from tests.stores.mooncake_pools import CALL_TIMEOUT_MS, url_of
@@ -128,16 +130,19 @@ def test_a_master_that_hangs_costs_one_call_its_time_limit(
     assert arena.get([("c", 8)]) == [(Status.OK, b"x" * 8)]
 
 
-def test_closing_a_lost_store_ends_its_thread(pool: MooncakePool) -> None:
-    """Also while the master hangs, and the probe with it."""
+def test_closing_a_lost_store_takes_a_moment_and_ends_its_thread(pool: MooncakePool) -> None:
+    """Also while the master hangs, and the probe with it: the engine is on its way out."""
     store = open_store(url_of(pool))
     pool.pause_master()
     try:
         with pytest.raises(StoreLostError):
             store.exists(["a"])
         assert num_probing() == 1
+        time.sleep(0.4)  # so that a probe hangs
+        began_s = time.monotonic()
         store.close()
-        assert num_probing() == 0
+        assert time.monotonic() - began_s < 2.0
+        wait_until(lambda: num_probing() == 0)
     finally:
         pool.resume_master()
 
@@ -159,6 +164,34 @@ def test_values_of_a_dead_owner_are_misses_and_saving_goes_on_with_another(
     pool.start_owner()
     wait_until(lambda: arena.put([("e", b"x" * 8)]) == [Status.OK])
     assert store.take_counters()["store_outages"] == 0
+
+
+def test_an_owner_that_hangs_costs_a_batch_its_time_limit_and_writes_nothing_afterwards(
+    pool: MooncakePool,
+) -> None:
+    """What waits in line for it has failed before the call is left, and the rest is not tried.
+
+    Mooncake by itself leaves a call after a minute, and carries it out when the owner is back: into
+    memory that may hold another value by then.
+    """
+    store = open_store(f"{pool.url}?call_timeout_ms=1000")
+    arena = Arena(store)
+    keys = [f"hangs-{number}" for number in range(300)]
+    wait_until(lambda: store.remove(["hangs"]) == [Status.MISSING])
+    assert set(arena.put([(key, b"x" * 8192) for key in keys])) == {Status.OK}
+    batch = arena.batch(keys, [[8192]] * len(keys))
+    pool.pause_owner()
+    try:
+        began_s = time.monotonic()
+        assert set(store.get(batch)) == {Status.FAILED}
+        assert time.monotonic() - began_s < MAX_PER_TCP_CALL / TCP_LANES + 4
+        arena.fill()
+    finally:
+        pool.resume_owner()
+    time.sleep(1.0)
+    assert set(arena.buffer.tolist()) == {0xEE}
+    wait_until(lambda: arena.put([("h", b"x" * 8)]) == [Status.OK])
+    store.close()
 
 
 def test_a_leased_value_cannot_be_removed_until_the_lease_ends(store: Store) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.errors import ConfigError, StoreOpenError
+from kvtide.errors import ConfigError, StoreLostError, StoreOpenError
 from kvtide.stores import Status, open_store
 from kvtide.stores.ports import free_ports
 from kvtide.testing import Arena
@@ -24,14 +24,6 @@ SETUP_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 1.0
 LIMITS = "setup_timeout_ms=3000&call_timeout_ms=1000"
 PROXY = Path(__file__).with_name("proxy_of_another_version.py")
-ENVIRONMENT = {"MC_RPC_TIMEOUT_MS": "1000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-
-
-@pytest.fixture(autouse=True)
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client reads its limits from the environment, which earlier tests may have set."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 @contextmanager
@@ -116,6 +108,73 @@ def test_a_master_of_another_version() -> None:
             proxy.wait()
     assert "another version" in said[0]
     assert "same version on both sides" in said[0]
+
+
+def test_a_host_name_of_ones_own_changes_nothing_about_the_wait() -> None:
+    """It only says where this process is reached."""
+    (port,) = free_ports(1)
+    with refusal() as said:
+        open_store(f"mooncake://127.0.0.1:{port}?hostname=127.0.0.1&{LIMITS}")
+    assert f"no Mooncake master listens at 127.0.0.1:{port}" in said[0]
+
+
+def test_a_start_waits_as_long_as_it_is_told() -> None:
+    """Whatever the time limit of calls is."""
+    (port,) = free_ports(1)
+    began_s = time.monotonic()
+    with pytest.raises(StoreOpenError):
+        open_store(f"mooncake://127.0.0.1:{port}?setup_timeout_ms=1500&call_timeout_ms=5000")
+    assert 1.0 < time.monotonic() - began_s < 3.0
+
+
+def test_each_store_of_a_process_has_its_own_time_limit() -> None:
+    """Also after one with another limit, for what the client is told is not the operator's."""
+    with MooncakePool() as first, MooncakePool() as second:
+        stores = [
+            open_store(f"{first.url}?call_timeout_ms=4000"),
+            open_store(f"{second.url}?call_timeout_ms=500"),
+        ]
+        second.pause_master()
+        began_s = time.monotonic()
+        with pytest.raises(StoreLostError):
+            stores[1].exists(["a"])
+        assert time.monotonic() - began_s < 2.0
+        second.resume_master()
+        for store in stores:
+            store.close()
+
+
+ENDS_IN_A_CALL = """
+import sys, threading, time
+from kvtide.stores import open_store
+from kvtide.testing import Arena
+store = open_store(sys.argv[1])
+def call():
+    arena = Arena(store, 1 << 20)
+    arena.put([("a", bytes(1 << 20))])
+    while True:
+        arena.get([("a", 1 << 20)])
+        store.exists(["a"] * 100)
+for _ in range(3):
+    threading.Thread(target=call, daemon=True).start()
+time.sleep(0.5)
+print("ends", flush=True)
+"""
+
+
+def test_a_process_may_end_while_its_threads_are_in_calls() -> None:
+    """As an engine that is not told to shut down: Python would abort it."""
+    with MooncakePool() as pool:
+        for _ in range(3):
+            done = subprocess.run(
+                [sys.executable, "-c", ENDS_IN_A_CALL, pool.url],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            assert done.stdout == "ends\n"
+            assert done.returncode == 0
 
 
 def test_a_segment_larger_than_memory() -> None:

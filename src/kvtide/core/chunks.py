@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtide.core.keys import HexSource, KeyMetadata, PoolKey
+from kvtide.core.keys import HexSource, KeyMetadata, KeyStyle, PoolKey
 
 
 class Chunk(NamedTuple):
@@ -47,10 +47,15 @@ class ChunkedTokenDatabase:
 
     @classmethod
     def for_group(
-        cls, metadata: KeyMetadata, *, block_size: int, hash_block_size: int
+        cls,
+        metadata: KeyMetadata,
+        *,
+        block_size: int,
+        hash_block_size: int,
+        keys: KeyStyle = PoolKey,
     ) -> ChunkedTokenDatabase:
         """Return the database of the group and rank that ``metadata`` names."""
-        return cls(PoolKey.build_prefix(metadata), block_size, hash_block_size)
+        return cls(keys.build_prefix(metadata), block_size, hash_block_size)
 
     @property
     def hashes_per_chunk(self) -> int:

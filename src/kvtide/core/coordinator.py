@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
 from kvtide.core.groups import Group
-from kvtide.core.keys import HashWindow, KeyMetadata
+from kvtide.core.keys import HashWindow, KeyMetadata, KeyStyle, PoolKey
 from kvtide.core.lookup import LookupQuery, drive, lookup
 from kvtide.core.retention import Retention
 from kvtide.core.search import Boundaries
@@ -35,7 +35,9 @@ class Coordinator:
 
     ``hash_block_size`` (tokens) divides every group's block size and proof. With ``partial_hits``
     boundaries lie on hash blocks, inside chunks too. ``retention_interval`` is in tokens, as in
-    :class:`~kvtide.core.retention.Retention`.
+    :class:`~kvtide.core.retention.Retention`. With ``stores_dense`` every chunk is stored of groups
+    that ignore retention, also those that no boundary requires, as vLLM's in-tree store connector
+    does: its lookup takes for granted that each group holds the chunk that ends at a hit.
 
     Raises:
         ValueError: there is no group, or sizes do not divide each other as they must.
@@ -45,6 +47,7 @@ class Coordinator:
     hash_block_size: int
     partial_hits: bool = False
     retention_interval: int | None = None
+    stores_dense: bool = False
     lcm_block_size: int = field(init=False)
     """The least common multiple of the groups' block sizes, in tokens."""
     _retention: Retention = field(init=False, repr=False)
@@ -178,7 +181,7 @@ class Coordinator:
                 continue
             whole = unit // group.block_size
             last = group.last_requiring(0)
-            if last is not None:
+            if last is not None and not self._is_stored_whole(group):
                 whole = min(whole, (last + group.proof_tokens) // group.block_size + 1)
             num_chunks += whole
         return num_chunks
@@ -201,6 +204,8 @@ class Coordinator:
                 continue
             size, end_token = group.block_size, boundary + group.proof_tokens
             matched = group.matched(boundary)
+            if self._is_stored_whole(group):
+                matched = range(matched.stop)
             saved_stop = min(saved_token, end_token) // size
             saved = range(matched.start, max(matched.start, min(matched.stop, saved_stop)))
             stored = self._reachable_runs(group, saved, kept)
@@ -214,7 +219,7 @@ class Coordinator:
         Whether a chunk is among them does not depend on where ``chunks`` begin or end: a chunk is
         looked at once, so boundaries that lie beyond it count as well.
         """
-        if group.is_downward_closed:
+        if self._is_stored_whole(group):
             return [chunks] if chunks else []
         step = self.lcm_block_size if group.ignores_retention else self._retention.step
         wanted = list(_runs_of_multiples(group, chunks, step))
@@ -224,6 +229,9 @@ class Coordinator:
             if first < stop:
                 wanted.append(range(first, stop))
         return _merged(wanted)
+
+    def _is_stored_whole(self, group: Group) -> bool:
+        return group.is_downward_closed or (self.stores_dense and group.ignores_retention)
 
     # ------------------------------------------------------------------ what to load
 
@@ -255,7 +263,9 @@ class Coordinator:
             num_blocks += wanted
         return num_blocks
 
-    def databases(self, namespace: str, ranks: range) -> list[list[ChunkedTokenDatabase]]:
+    def databases(
+        self, namespace: str, ranks: range, keys: KeyStyle = PoolKey
+    ) -> list[list[ChunkedTokenDatabase]]:
         """Return per group one database per rank, under one namespace."""
         return [
             [
@@ -263,6 +273,7 @@ class Coordinator:
                     KeyMetadata(namespace, rank, group_id),
                     block_size=group.block_size,
                     hash_block_size=self.hash_block_size,
+                    keys=keys,
                 )
                 for rank in ranks
             ]

@@ -4,6 +4,9 @@ A pool key is ``<prefix>@<hash in hex>``. The hash names the tokens (and all tok
 the prefix names everything else that decides what the bytes are: the fingerprint of the
 :class:`CacheIdentity`, the rank and the KV cache group. Whatever the identity covers cannot
 collide, so a wrong name costs a miss and never a wrong byte.
+
+How a prefix is written is a :class:`KeyStyle`. kvtide's own is :class:`PoolKey`;
+:class:`VllmPoolKey` writes what vLLM's in-tree store connector writes, without a fingerprint.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 KEY_FORMAT_VERSION = 1
 """Raised whenever the bytes behind an otherwise equal key would change."""
@@ -194,6 +197,13 @@ class KeyMetadata:
     group_id: int
 
 
+class KeyStyle(Protocol):
+    """How the part of a key is written that all chunks of one rank and group share."""
+
+    def build_prefix(self, metadata: KeyMetadata) -> str:
+        """Return that part for the rank and group that ``metadata`` names."""
+
+
 class PoolKey:
     """Builds pool keys. The prefix is built once; a key costs one string join and no object."""
 
@@ -208,9 +218,53 @@ class PoolKey:
         return f"{prefix}@{chunk_hash_hex}"
 
 
+class RankPlace(NamedTuple):
+    """Where a rank stands in each of an engine's kinds of parallelism."""
+
+    tp_rank: int = 0
+    pcp_rank: int = 0
+    dcp_rank: int = 0
+    pp_rank: int = 0
+
+
+def vllm_rank_label(place: RankPlace, num_replicas: int = 1) -> str:
+    """Return how vLLM's in-tree store connector names a rank in its keys.
+
+    ``num_replicas`` tensor-parallel ranks in a row hold the same bytes of the group, and share one
+    name.
+    """
+    return (
+        f"@tp_rank:{place.tp_rank // num_replicas}@pcp{place.pcp_rank}"
+        f"@dcp{place.dcp_rank}@pp_rank:{place.pp_rank}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VllmPoolKey:
+    """Writes prefixes as vLLM's in-tree store connector does.
+
+    ``places`` says where each rank stands that holds bytes of its own, by its number.
+    """
+
+    places: Sequence[RankPlace] = (RankPlace(),)
+
+    def build_prefix(self, metadata: KeyMetadata) -> str:
+        """Return the part of a key that all chunks of one rank and group share."""
+        label = vllm_rank_label(self.places[metadata.rank])
+        return f"{metadata.namespace}{label}@group:{metadata.group_id}"
+
+
 def namespace_for(cache_prefix: str, identity: CacheIdentity) -> str:
     """Return the namespace of an identity: the operator's prefix, if any, and the fingerprint."""
-    name = f"kvtide:{identity.fingerprint()}"
+    return _prefixed(cache_prefix, f"kvtide:{identity.fingerprint()}")
+
+
+def vllm_namespace(cache_prefix: str, model: str) -> str:
+    """Return the namespace of vLLM's in-tree connector: the model's name as its path ends."""
+    return _prefixed(cache_prefix, model.rstrip("/").rsplit("/", 1)[-1])
+
+
+def _prefixed(cache_prefix: str, name: str) -> str:
     return f"{cache_prefix}@{name}" if cache_prefix else name
 
 

@@ -136,6 +136,8 @@ class PoolScheduler:
         """
         self._forget(view.request_id)
         prefix_id = None if namespace is None else self._prefixes.id_for(namespace)
+        if namespace is None:
+            self.counters["unnamed_requests"] += 1
         self._trackers[view.request_id] = RequestTracker(
             view.request_id, prefix_id, view.num_tokens, may_load=may_load
         )

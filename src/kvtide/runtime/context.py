@@ -11,6 +11,7 @@ from kvtide.runtime.ledger import Ledger
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.memory import BlockMemory
 from kvtide.runtime.prefixes import PrefixDatabases
+from kvtide.runtime.values import TAGGED, ValueFormat
 from kvtide.stores.base import Store
 
 
@@ -28,7 +29,7 @@ class StoreShare:
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """One rank's memory, store, open jobs and bounds.
+    """One rank's memory, store, open jobs and bounds, and the format of its values.
 
     Deadlines are read off ``clock``. With ``threaded=False`` no thread is ever started.
     """
@@ -37,6 +38,7 @@ class RankContext:
     store: Store
     databases: PrefixDatabases
     limits: WorkerLimits
+    values: ValueFormat = TAGGED
     clock: Callable[[], float] = time.monotonic
     threaded: bool = True
     ledger: Ledger = field(default_factory=Ledger)
@@ -44,3 +46,8 @@ class RankContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bad_keys", BadKeys(self.limits.max_bad_keys))
+
+    @property
+    def row_bytes(self) -> list[int]:
+        """What a value of each group takes of a slab."""
+        return [self.values.row_bytes(group.payload_bytes) for group in self.memory.layout.groups]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_block_ids
 from kvtide.core.layout import StoreLayout
-from kvtide.runtime.slab import Rows, page_padded
-from kvtide.runtime.tags import TAG_BYTES
+from kvtide.runtime.slab import Rows
 
 MAX_PART_KEYS = 256
 """Chunks that are planned, named and verified in one go: well under a millisecond of Python."""
@@ -67,13 +66,14 @@ def first_token(job: LoadJob, block_sizes: Sequence[int]) -> int:
 
 
 def split_load(
-    job: LoadJob, layout: StoreLayout, block_sizes: Sequence[int], capacity_bytes: int
+    job: LoadJob, row_bytes: Sequence[int], block_sizes: Sequence[int], capacity_bytes: int
 ) -> Iterator[LoadPart]:
     """Yield the parts of a load, each with at most ``capacity_bytes`` of rows.
 
+    ``row_bytes`` is what a value of each group takes, ``block_sizes`` are in tokens.
     Stops at the first chunk whose target is the null block or whose value exceeds the capacity.
     """
-    plan = _PartPlan(job, layout)
+    plan = _PartPlan(job, row_bytes)
     for token, group_id, chunk in heapq.merge(
         *(_starts(job, group_id, block_size) for group_id, block_size in enumerate(block_sizes))
     ):
@@ -119,10 +119,10 @@ def _starts(job: LoadJob, group_id: int, block_size: int) -> Iterator[tuple[int,
 class _PartPlan:
     """The part that is being filled."""
 
-    def __init__(self, job: LoadJob, layout: StoreLayout) -> None:
+    def __init__(self, job: LoadJob, row_bytes: Sequence[int]) -> None:
         self._first_chunks = job.first_chunks
         self._block_ids = [unpack_block_ids(packed) for packed in job.block_ids]
-        self._row_bytes = [page_padded(group.payload_bytes + TAG_BYTES) for group in layout.groups]
+        self._row_bytes = row_bytes
         self._chunks: dict[int, range] = {}
         self._num_bytes = self._num_keys = 0
 

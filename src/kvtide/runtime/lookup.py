@@ -18,6 +18,7 @@ from kvtide.core.lookup import LookupHit, LookupQuery, Questions, lookup
 from kvtide.core.search import Boundaries
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.logs import FaultLog
+from kvtide.runtime.store_counters import counters_of
 from kvtide.stores.base import Store
 
 MAX_PENDING = 4096
@@ -125,7 +126,7 @@ class LookupExecutor:
         """Return what was counted since the last call, by the store too."""
         with self._ready:
             taken, self._counters = self._counters, Counter()
-        return taken + self._store.take_counters()
+        return taken + counters_of(self._store)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread and close the store; a call that hangs is abandoned, its store open."""
@@ -228,9 +229,12 @@ class LookupExecutor:
         return taken
 
     def _ask(self, entries: Sequence[_Entry]) -> dict[str, bool]:
-        keys = list(dict.fromkeys(key for entry in entries for key in entry.keys))
+        wanted = dict.fromkeys((key for entry in entries for key in entry.keys), False)
+        # What is bad is not asked for: asking may lease it, and what is leased cannot be removed.
+        bad = self.bad_keys.among(wanted)
+        keys = [key for key in wanted if key not in bad]
         if not keys:
-            return {}
+            return wanted
         self._call_since_s = self._clock()
         try:
             present = self._store.exists(keys)
@@ -239,9 +243,8 @@ class LookupExecutor:
         if len(present) != len(keys):
             raise ValueError(f"{len(present)} answers to {len(keys)} keys")
         self._count("looked_up_keys", len(keys))
-        answers = dict(zip(keys, present, strict=True))
-        answers.update(dict.fromkeys(self.bad_keys.among(keys), False))
-        return answers
+        wanted.update(zip(keys, present, strict=True))
+        return wanted
 
     def _step(self, entry: _Entry, answers: dict[str, bool]) -> None:
         """Send a lookup its answers (begin it, if it has not begun): more keys, or its hit."""

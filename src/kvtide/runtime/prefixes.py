@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.keys import KeyMetadata
+from kvtide.core.keys import KeyMetadata, KeyStyle, PoolKey
 
 
 class PrefixDatabases:
     """One :class:`ChunkedTokenDatabase` per prefix id and group, for one rank."""
 
-    def __init__(self, group_block_sizes: Sequence[int], hash_block_size: int, rank: int) -> None:
+    def __init__(
+        self,
+        group_block_sizes: Sequence[int],
+        hash_block_size: int,
+        rank: int,
+        keys: KeyStyle = PoolKey,
+    ) -> None:
         self.block_sizes = tuple(group_block_sizes)
         self._hash_block_size = hash_block_size
         self._rank = rank
+        self._keys = keys
         self._databases: dict[int, tuple[ChunkedTokenDatabase, ...]] = {}
 
     def learn(self, prefixes: Mapping[int, str]) -> None:
@@ -25,6 +32,7 @@ class PrefixDatabases:
                     KeyMetadata(namespace, self._rank, group_id),
                     block_size=block_size,
                     hash_block_size=self._hash_block_size,
+                    keys=self._keys,
                 )
                 for group_id, block_size in enumerate(self.block_sizes)
             )

@@ -18,8 +18,7 @@ from kvtide.runtime.context import RankContext, StoreShare
 from kvtide.runtime.ledger import Phase, StoreTask
 from kvtide.runtime.memory import Fence
 from kvtide.runtime.service import Service
-from kvtide.runtime.slab import Rows, Slab, page_padded
-from kvtide.runtime.tags import TAG_BYTES, write_tag
+from kvtide.runtime.slab import Rows, Slab
 
 KEYS_PER_BURST = 256
 """Chunks whose keys and tags are made in one go: well under a millisecond of Python."""
@@ -58,7 +57,7 @@ class _Selection:
 
 
 class Staging(Service[FencedTasks, FencedTasks]):
-    """Waits for fences, copies blocks and their tags to the slab, and feeds the put queue."""
+    """Waits for fences, copies blocks to the slab, makes values, and feeds the put queue."""
 
     def __init__(
         self, context: RankContext, slab: Slab, put_queue: PutQueue, share: StoreShare
@@ -67,6 +66,8 @@ class Staging(Service[FencedTasks, FencedTasks]):
         self._memory = context.memory
         self._ledger = context.ledger
         self._databases = context.databases
+        self._values = context.values
+        self._row_bytes = context.row_bytes
         self._clock = context.clock
         self._stage_wait_s = context.limits.stage_wait_s
         self._slab = slab
@@ -134,7 +135,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
     ) -> bool:
         """Reserve the job's rows, in the order of ``selections``; False if there is no room."""
         wanted = [
-            (self._row_bytes(selection.group_id), len(selection.chunks)) for selection in selections
+            (self._row_bytes[selection.group_id], len(selection.chunks)) for selection in selections
         ]
         reserved = self._slab.reserve(
             wanted, timeout_s=wait_s, give_up=lambda: task.phase is Phase.ENDED
@@ -147,10 +148,6 @@ class Staging(Service[FencedTasks, FencedTasks]):
             return False
         task.rows = rows
         return True
-
-    def _row_bytes(self, group_id: int) -> int:
-        layout = self._memory.layout.groups[group_id]
-        return page_padded(layout.payload_bytes + TAG_BYTES)
 
     def _select(self, job: SaveJob) -> list[_Selection]:
         """Return what this rank stores of a job: null and other ranks' chunks left out."""
@@ -202,10 +199,10 @@ class Staging(Service[FencedTasks, FencedTasks]):
         self._memory.read(selection.group_id, selection.block_ids[piece], view)
         payload_bytes = self._memory.layout.groups[selection.group_id].payload_bytes
         for row, key in zip(view, keys, strict=True):
-            write_tag(row, key, payload_bytes)
+            self._values.seal(row, key, payload_bytes)
         task.keys += keys
         task.addresses += self._slab.addresses(rows)
-        task.sizes += [payload_bytes + TAG_BYTES] * len(keys)
+        task.sizes += [self._values.value_bytes(payload_bytes)] * len(keys)
         task.order += selection.chunks[piece]
 
 

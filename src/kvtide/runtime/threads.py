@@ -17,7 +17,6 @@ from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
 from kvtide.runtime.loading import LoadPart, PartValue, part_values, split_load
 from kvtide.runtime.service import Service
 from kvtide.runtime.slab import Slab
-from kvtide.runtime.tags import TAG_BYTES, verify
 from kvtide.stores.base import Status, Store
 
 _SEVERITY = (JobEnd.LOST, JobEnd.NO_SPACE, JobEnd.FAILED)
@@ -135,7 +134,7 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
 
 
 class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
-    """Fetches values, proves them by their tags, and only then writes them to the engine's blocks.
+    """Fetches values, proves them, and only then writes them to the engine's blocks.
 
     ``slab`` is used by this thread alone, one part of a load after the other.
     """
@@ -148,6 +147,8 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         self._databases = context.databases
         self._bad_keys = context.bad_keys
         self._limits = context.limits
+        self._values = context.values
+        self._row_bytes = context.row_bytes
         self._clock = context.clock
         self._slab = slab
 
@@ -189,7 +190,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         layout = self._memory.layout
         databases = self._databases[task.job.prefix_id]
         block_sizes = self._databases.block_sizes
-        for part in split_load(task.job, layout, block_sizes, self._slab.num_bytes):
+        for part in split_load(task.job, self._row_bytes, block_sizes, self._slab.num_bytes):
             values = part_values(part, databases, task.job, layout)
             fail_token = self._fetch(values)
             if fail_token is not None:
@@ -219,7 +220,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         wrong: list[str] = []
         unproven: list[int] = [] if fail_token is None else [fail_token]
         for value, status in zip(values, statuses, strict=True):
-            is_whole = status is Status.OK and self._verify(value)
+            is_whole = status is Status.OK and self._is_whole(value)
             if status is Status.OK and not is_whole:
                 wrong.append(value.key)
             if not is_whole:
@@ -261,13 +262,14 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         return Batch(
             [value.key for value in values],
             [(address + value.offset,) for value in values],
-            [(value.payload_bytes + TAG_BYTES,) for value in values],
+            [(self._values.value_bytes(value.payload_bytes),) for value in values],
             [value.chunk for value in values],
         )
 
-    def _verify(self, value: PartValue) -> bool:
-        end = value.offset + value.payload_bytes + TAG_BYTES
-        return verify(self._slab.buffer[value.offset : end], value.key, value.payload_bytes)
+    def _is_whole(self, value: PartValue) -> bool:
+        end = value.offset + self._values.value_bytes(value.payload_bytes)
+        found = self._slab.buffer[value.offset : end]
+        return self._values.is_whole(found, value.key, value.payload_bytes)
 
     def _distrust(self, keys: Sequence[str]) -> None:
         """Never believe these values again: remove them, or report that they are still there."""

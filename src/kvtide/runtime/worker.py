@@ -20,7 +20,9 @@ from kvtide.runtime.memory import BlockMemory
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.slab import Slab
 from kvtide.runtime.staging import FencedTasks, Staging
+from kvtide.runtime.store_counters import counters_of
 from kvtide.runtime.threads import KVCacheStoreRecvingThread, KVCacheStoreSendingThread
+from kvtide.runtime.values import TAGGED, ValueFormat
 from kvtide.stores.base import Store
 from kvtide.stores.memory_buffer import region_of
 
@@ -40,8 +42,9 @@ class PoolWorker:
     """Carries out the jobs of one rank.
 
     ``memory`` is the engine's, ``store`` is closed by :meth:`close`, ``databases`` name
-    the rank's chunks, ``share`` says which of them it stores (default: all). Jobs' deadlines are
-    read off ``clock``. With ``threaded=False`` nothing runs until :meth:`run_pending`.
+    the rank's chunks, ``share`` says which of them it stores (default: all), ``values`` in which
+    form. Jobs' deadlines are read off ``clock``. With ``threaded=False`` nothing runs until
+    :meth:`run_pending`.
 
     Raises:
         StoreError: the store refused the staging memory.
@@ -56,11 +59,12 @@ class PoolWorker:
         *,
         limits: WorkerLimits | None = None,
         share: StoreShare | None = None,
+        values: ValueFormat = TAGGED,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         limits = limits if limits is not None else WorkerLimits()
-        context = RankContext(memory, store, databases, limits, clock, threaded)
+        context = RankContext(memory, store, databases, limits, values, clock, threaded)
         self._memory = memory
         self._store = store
         self._databases = databases
@@ -166,7 +170,7 @@ class PoolWorker:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
-        self._ledger.count(self._store.take_counters())
+        self._ledger.count(counters_of(self._store))
         return self._ledger.take_report()
 
     # ------------------------------------------------------------------------------ shutdown

@@ -76,6 +76,7 @@ class Store(ABC):
     def take_counters(self) -> Counter[str]:
         """Return what the store counted since the last call, by the names of ``metrics.COUNTERS``.
 
-        Nothing, for a store that counts nothing; a wrapper answers for its inner.
+        Called in every step on the engine's thread: it must not wait, raise or ask anyone. Nothing,
+        for a store that counts nothing; a wrapper answers for its inner.
         """
         return Counter()

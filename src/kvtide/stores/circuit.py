@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +12,8 @@ from kvtide.errors import StoreLostError
 
 FIRST_PAUSE_S = 0.25
 MAX_PAUSE_S = 2.0
+CALM_PAUSES = 5
+"""A backend that stayed for so many of the longest pauses is probed for as if it was never lost."""
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -18,7 +22,9 @@ class CircuitBreaker:
 
     Probes run on a thread of their own that lives only while the circuit is open: no caller ever
     waits for one, and the backend is found again whether anyone calls or not. The pause between
-    probes doubles from ``first_pause_s`` to ``max_pause_s``.
+    probes doubles from ``first_pause_s`` to ``max_pause_s``. A backend that is lost again soon
+    after it was found is given the pause of before, so that one which answers probes and little
+    else costs few calls their time.
     """
 
     def __init__(
@@ -37,6 +43,8 @@ class CircuitBreaker:
         self._stopped = threading.Event()
         self._reason = ""
         self._thread: threading.Thread | None = None
+        self._pause_s = first_pause_s
+        self._found_at_s = -math.inf
         self._counters: Counter[str] = Counter()
 
     @property
@@ -60,12 +68,17 @@ class CircuitBreaker:
         with self._lock:
             if self._reason or self._stopped.is_set():
                 return
-            self._reason = reason
-            self._counters["store_outages"] += 1
-            self._thread = threading.Thread(
+            if time.monotonic() - self._found_at_s > CALM_PAUSES * self._max_pause_s:
+                self._pause_s = self._first_pause_s
+            thread = threading.Thread(
                 target=self._probe_until_back, name="kvtide-probe", daemon=True
             )
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had: rather ask a lost backend than never again
+                return
+            self._thread, self._reason = thread, reason
+            self._counters["store_outages"] += 1
 
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call."""
@@ -83,13 +96,13 @@ class CircuitBreaker:
         return not thread.is_alive()
 
     def _probe_until_back(self) -> None:
-        pause_s = self._first_pause_s
-        while not self._stopped.wait(pause_s):
+        while not self._stopped.wait(self._pause_s):
+            self._pause_s = min(2 * self._pause_s, self._max_pause_s)
             if self._is_back():
                 with self._lock:
                     self._reason = ""
+                    self._found_at_s = time.monotonic()
                 return
-            pause_s = min(2 * pause_s, self._max_pause_s)
 
     def _is_back(self) -> bool:
         try:

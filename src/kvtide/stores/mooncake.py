@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -23,7 +25,11 @@ from kvtide.stores.url import StoreUrl
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
+_PROBE_END_S = 1.0
+_EXIT_TIMEOUT_S = 2.0
 _NO_ANSWER = "its master does not answer"
+
+_open_stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 class MooncakeStore(Store):
@@ -54,16 +60,12 @@ class MooncakeStore(Store):
         self._register_lock = threading.Lock()
         self._counter_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        _open_stores.add(self)
 
     @property
     def checks_before_put(self) -> bool:
         """False: a put of a present key moves nothing, and to ask would lease it."""
         return False
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the master is gone, and probed for."""
-        return self._breaker.is_open
 
     def register(self, region: Region) -> None:
         """See :meth:`Store.register`.
@@ -80,6 +82,7 @@ class MooncakeStore(Store):
                         " its line above tells why (for RDMA, most often the limit on locked"
                         " memory: ulimit -l)"
                     )
+                self._regions.add(gap)
             self._regions.add(region)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -117,10 +120,15 @@ class MooncakeStore(Store):
 
     def close(self) -> None:
         """End the connection; the pool and what is in it stay."""
-        if not self._call.stop(_CLOSE_TIMEOUT_S):
-            return
+        self.end(_CLOSE_TIMEOUT_S)
+
+    def end(self, timeout_s: float) -> None:
+        """Close, and wait for running calls no longer than ``timeout_s``."""
+        _open_stores.discard(self)
+        # First, so that a call which finds the pool lost during the close begins no probing.
+        is_probing_over = self._breaker.close(_PROBE_END_S)
         # A native call after the close would crash the process: rather leave the client open.
-        if self._breaker.close(_CLOSE_TIMEOUT_S):
+        if self._call.stop(timeout_s) and is_probing_over:
             self._client.close()
 
     def _ask_in_parts(
@@ -163,6 +171,13 @@ class MooncakeStore(Store):
                 self._name,
                 self._tenant,
             )
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """Let no thread be in a native call when Python ends: that would abort the process."""
+    for store in list(_open_stores):
+        store.end(_EXIT_TIMEOUT_S)
 
 
 def open_mooncake(url: StoreUrl) -> MooncakeStore:

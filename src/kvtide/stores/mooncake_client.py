@@ -25,6 +25,13 @@ _PROBE_TIMEOUT_S = 1.0
 _PROBE_KEY = "kvtide:probe"
 _SETUP_TRIES = 5
 _IS_REFUSED_FAST_S = 1.0
+_SHARE_OF_TIMEOUT = 0.8
+"""A set-up that fails sooner than this part of the time limit has had an answer."""
+
+TCP_LANES = 16
+"""Transfers with one TCP peer that run at a time, the most that Mooncake takes; others queue."""
+MAX_TRANSFER_TIMEOUT_S = 3
+"""A TCP transfer that makes no progress for longer has failed, and is never carried out after."""
 
 
 class MooncakeClient:
@@ -102,7 +109,8 @@ class MooncakeClient:
             _dial(self._settings, _PROBE_TIMEOUT_S).close()
         except OSError:
             return False
-        return not LOST.intersection(self.exists([_PROBE_KEY]))
+        answers = self.exists([_PROBE_KEY])
+        return bool(answers) and not LOST.intersection(answers)
 
     def close(self) -> None:
         """Give back memory and connections; no call may run, and none may follow."""
@@ -110,9 +118,9 @@ class MooncakeClient:
 
 
 def connect(settings: MooncakeSettings) -> MooncakeClient:
-    """Set a client up, within ``setup_timeout_s`` and at most one ``call_timeout_s`` more.
+    """Set a client up; a master that is not there yet is waited for, ``setup_timeout_s`` at most.
 
-    A master that is not there yet is waited for.
+    One that is there and does not answer takes one ``call_timeout_s`` to find out.
 
     Raises:
         StoreOpenError: there is none, what answers is no Mooncake master, it refuses this client,
@@ -121,17 +129,17 @@ def connect(settings: MooncakeSettings) -> MooncakeClient:
     module = mooncake_module()
     _set_environment(settings)
     deadline_s = time.monotonic() + settings.setup_timeout_s
-    hostname = settings.hostname or _own_address(settings, deadline_s - settings.call_timeout_s)
+    own_address = _own_address(settings, deadline_s)
     for _ in range(_SETUP_TRIES):
         native = module.MooncakeDistributedStore()
         tried_at_s = time.monotonic()
-        if _set_up(native, settings, hostname) == OK:
+        if _set_up(native, settings, settings.hostname or own_address) == OK:
             return MooncakeClient(native, settings)
         # A refusal at once may be of a port of our own that another client took just now.
         took_s = time.monotonic() - tried_at_s
         if took_s > _IS_REFUSED_FAST_S or time.monotonic() > deadline_s:
             break
-    raise _refusal(settings, took_s)
+    raise _refusal(settings, has_answered=took_s < _SHARE_OF_TIMEOUT * settings.call_timeout_s)
 
 
 def _set_up(native: Any, settings: MooncakeSettings, hostname: str) -> int:  # noqa: ANN401
@@ -157,16 +165,22 @@ def _set_environment(settings: MooncakeSettings) -> None:
     A TCP peer takes 2,048 segments at a time, beyond which keys fail: three threads of kvtide
     that call at once would pass that.
     """
-    timeout_s = max(1, round(settings.call_timeout_s))
+    transfer_timeout_s = max(1, min(round(settings.call_timeout_s), MAX_TRANSFER_TIMEOUT_S))
     for name, value in (
         ("MC_STORE_CLIENT_SETUP_RETRIES", 1),
         ("MC_RPC_TIMEOUT_MS", round(1000 * settings.call_timeout_s)),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", timeout_s),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", timeout_s),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", transfer_timeout_s),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", transfer_timeout_s),
+        ("MC_TCP_LANES_PER_PEER", TCP_LANES),
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", 16384),
         ("MC_LOG_LEVEL", "WARNING"),
     ):
-        os.environ.setdefault(name, str(value))
+        if os.environ.get(name) in (None, _set_before.get(name)):
+            os.environ[name] = _set_before[name] = str(value)
+
+
+_set_before: dict[str, str] = {}
+"""What this process's last client was told: it is not the operator's, and the next may differ."""
 
 
 def _own_address(settings: MooncakeSettings, give_up_at_s: float) -> str:
@@ -198,8 +212,8 @@ def _dial(settings: MooncakeSettings, timeout_s: float) -> socket.socket:
     return socket.create_connection(address, timeout=timeout_s)
 
 
-def _refusal(settings: MooncakeSettings, took_s: float) -> StoreOpenError:
-    if took_s > _IS_REFUSED_FAST_S:
+def _refusal(settings: MooncakeSettings, *, has_answered: bool) -> StoreOpenError:
+    if not has_answered:
         return StoreOpenError(
             f"what listens at {settings.master} does not answer as a Mooncake master: the port of"
             " the store URL must be the master's rpc_port, not that of its metrics or of another"

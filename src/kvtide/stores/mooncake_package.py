@@ -86,14 +86,14 @@ def _require_package() -> Path:
 
 
 def _require_libraries() -> None:
-    missing = [name for name in LIBRARIES if not _load_library(name)]
+    missing = [name for name in LIBRARIES if not load_library(name)]
     if missing:
         raise StoreOpenError(
             f"the Mooncake package needs the system libraries {', '.join(missing)}: {_REMEDY}"
         )
 
 
-def _load_library(name: str) -> bool:
+def load_library(name: str) -> bool:
     """Load a library for good, so that whatever is linked against it finds it loaded."""
     for path in (name, str(Path(sys.prefix) / FOLDER / name)):
         try:

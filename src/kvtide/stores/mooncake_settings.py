@@ -209,6 +209,8 @@ def _check_device(device: str, reader: UrlReader) -> None:
 
 
 def _check_segment(segment_bytes: int, reader: UrlReader) -> None:
+    if not segment_bytes:
+        return
     free_bytes = available_memory_bytes()
     if segment_bytes > free_bytes:
         reader.fault(

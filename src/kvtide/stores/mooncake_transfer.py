@@ -10,19 +10,27 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from kvtide.core.batch import Batch
+from kvtide.errors import StoreOpenError
 from kvtide.stores import mooncake_codes as codes
 from kvtide.stores.base import Status
 from kvtide.stores.copying import gather_values, scatter, scatter_values
 from kvtide.stores.memory_buffer import ByteArray, aligned_buffer, region_of
-from kvtide.stores.mooncake_client import MooncakeClient
+from kvtide.stores.mooncake_client import TCP_LANES, MooncakeClient
 
 MAX_PER_CALL = 1024
-"""Keys, and segments, of one native call: lists of them are made under the interpreter lock, and a
-TCP peer refuses what goes beyond 2,048 segments."""
+"""Keys, and segments, of one native call: lists of them are made under the interpreter lock."""
+MAX_PER_TCP_CALL = 8 * TCP_LANES
+MAX_TCP_CALLS = 2
+"""Calls at a time. Mooncake leaves a call after a minute and carries out what is still in line when
+the owner is back, into memory that has become another value's. With so few in line all of them have
+timed out before: two calls of eight rounds of 3 s are 48 s."""
+_HANGS_AFTER_S = 1.0
+"""A call with failed transfers that took this long met an owner that hangs: the next would too."""
 GATHER_BYTES = 64 << 20
 ROOM_WAIT_S = 0.2
 """How long a put waits for a full pool to evict: it takes tens of milliseconds if it can."""
@@ -36,8 +44,9 @@ Ask = Callable[[int, Callable[[], list[int]]], list[int]]
 class MooncakeTransfer:
     """Puts and gets batches through ``client``; ``ask`` stands around each native call.
 
-    ``gathers``: values of several segments pass through a buffer of ``gather_bytes``, one call at a
-    time; a larger value is handed over segment by segment.
+    ``gathers``, over TCP: values of several segments pass through a buffer of ``gather_bytes``, one
+    call at a time; a larger value is handed over segment by segment. An owner that hangs costs a
+    batch half a minute at most, and nothing is read or written after the batch has ended.
     """
 
     def __init__(
@@ -52,6 +61,8 @@ class MooncakeTransfer:
         self._ask = ask
         self._gathers = gathers
         self._gather_bytes = gather_bytes
+        self._max_per_call = MAX_PER_TCP_CALL if gathers else MAX_PER_CALL
+        self._turns = threading.BoundedSemaphore(MAX_TCP_CALLS) if gathers else nullcontext()
         self._lock = threading.Lock()
         self._buffer: ByteArray | None = None
 
@@ -67,9 +78,13 @@ class MooncakeTransfer:
         end_s, give_up_s = now_s + MAX_ROOM_WAIT_S, now_s + ROOM_WAIT_S
         while refused and time.monotonic() < min(end_s, give_up_s):
             time.sleep(_ROOM_POLL_S)
-            again = self._move(batch.select(refused), self._put)
-            for index, code in zip(refused, again, strict=True):
-                answers[index] = code
+            # One value finds out for all of them whether there is room.
+            for part in (refused[:1], refused[1:]):
+                again = self._move(batch.select(part), self._put)
+                for index, code in zip(part, again, strict=True):
+                    answers[index] = code
+                if _refused(again):
+                    break
             left = _refused(answers)
             if len(left) < len(refused):
                 give_up_s = time.monotonic() + ROOM_WAIT_S
@@ -81,10 +96,19 @@ class MooncakeTransfer:
         return self._move(batch, self._get)
 
     def _move(self, batch: Batch, move: Callable[[Batch], list[int]]) -> list[int]:
+        """Move part after part; where an owner hangs, what is left fails without a call."""
         answers = [codes.NO_VALUE] * len(batch)
-        for indices in _parts(batch, self._gather_bytes if self._gathers else None):
-            part = batch.select(indices)
-            for index, code in zip(indices, move(part), strict=True):
+        hangs = False
+        gather_bytes = self._gather_bytes if self._gathers else None
+        for indices in _parts(batch, self._max_per_call, gather_bytes):
+            found = [codes.TRANSFER_FAILED] * len(indices)
+            if not hangs:
+                with self._turns:
+                    began_s = time.monotonic()
+                    found = move(batch.select(indices))
+                    took_s = time.monotonic() - began_s
+                hangs = codes.TRANSFER_FAILED in found and took_s >= _HANGS_AFTER_S
+            for index, code in zip(indices, found, strict=True):
                 answers[index] = code
         return answers
 
@@ -121,7 +145,8 @@ class MooncakeTransfer:
         """Return the same keys with one segment each, one after the other in the buffer."""
         if self._buffer is None:
             buffer = aligned_buffer(self._gather_bytes)
-            self._client.register(region_of(buffer))
+            if not self._client.register(region_of(buffer)):
+                raise StoreOpenError("Mooncake refuses the buffer that segments are gathered in")
             self._buffer = buffer
         lengths = [part.value_bytes(index) for index in range(len(part))]
         starts = (int(self._buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()
@@ -138,7 +163,7 @@ def _has_one_segment_each(part: Batch) -> bool:
     return all(len(sizes) == 1 for sizes in part.sizes)
 
 
-def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
+def _parts(batch: Batch, max_per_call: int, gather_bytes: int | None) -> Iterator[Sequence[int]]:
     """Yield the keys of each native call: bounded in segments, and in bytes if gathered.
 
     A gathered value counts as the one segment that the client sees of it.
@@ -153,7 +178,7 @@ def _parts(batch: Batch, gather_bytes: int | None) -> Iterator[Sequence[int]]:
             value_bytes = sum(sizes)
             num_segments += len(sizes) if gather_bytes is None else 1
             num_bytes += value_bytes
-            is_over = num_segments > MAX_PER_CALL or (
+            is_over = num_segments > max_per_call or (
                 len(sizes) > 1 and gather_bytes is not None and num_bytes > gather_bytes
             )
             if part and is_over:

@@ -36,9 +36,13 @@ class StoreUrl:
 
     @property
     def identity(self) -> str:
-        """What one process shares a handle by: the URL without parameters, its path resolved."""
+        """What one process shares a handle by: scheme, host, resolved path, and the tenant if any.
+
+        The other parameters say how a store is used, not which one it is.
+        """
         path = os.path.realpath(self.path) if self.path and not self.host else self.path
-        return f"{self.scheme}://{self.host}{path}"
+        tenant = self.parameters.get("tenant")
+        return f"{self.scheme}://{self.host}{path}" + (f"?tenant={tenant}" if tenant else "")
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:

@@ -14,6 +14,7 @@ import pytest
 
 from kvtide.core.batch import Batch
 from kvtide.errors import StoreClosedError, StoreLostError, UnregisteredMemoryError
+from kvtide.metrics import COUNTERS
 from kvtide.stores.base import Status, Store
 from kvtide.stores.memory_buffer import aligned_buffer, region_of
 from kvtide.testing.values import Arena, value_of
@@ -341,6 +342,16 @@ class StoreTests(ABC):
             except StoreLostError:
                 continue
             assert set(answers) <= {Status.FAILED, Status.MISSING, Status.NO_SPACE, False}
+
+    def test_what_was_counted_is_told_once(self, store: Store, arena: Arena) -> None:
+        """Counters have listed names, are handed out once, and can be taken after a close too."""
+        arena.put([("a", b"x" * 8)])
+        for call in _calls(store, arena):
+            call()
+        assert set(store.take_counters()) <= set(COUNTERS)
+        assert not +store.take_counters()
+        store.close()
+        assert not +store.take_counters()
 
     def test_closing_twice_is_harmless(self, store: Store, arena: Arena) -> None:
         """Close does nothing the second time."""

@@ -7,13 +7,14 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.vllm.environment import ENVIRONMENT
+from tests.engines.vllm.pools import SharedMooncake, pool_of, shared_mooncake
 
 HERE = Path(__file__).parent
 os.environ.update(ENVIRONMENT)
@@ -70,3 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(tmp_path: Path) -> str:
     """The URL of a local pool for the engines of one test."""
     return f"local://{tmp_path}/pool?size=64MiB"
+
+
+@pytest.fixture(scope="session")
+def mooncake() -> Iterator[SharedMooncake]:
+    """A real Mooncake master and owner, started once."""
+    with shared_mooncake() as shared:
+        yield shared
+
+
+@pytest.fixture
+def pool_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of an empty pool: a local one, or what ``ON_EACH_STORE`` says."""
+    with pool_of(getattr(request, "param", "local"), request) as url:
+        yield url

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -191,13 +190,6 @@ def engine(model: Path, store: str | None, **arguments: Any) -> Iterator[InProce
         yield opened
     finally:
         opened.close()
-
-
-@contextmanager
-def local_pool(size: str = "64MiB") -> Iterator[str]:
-    """Give the URL of an empty local pool, which goes away afterwards."""
-    with tempfile.TemporaryDirectory(prefix="kvtide-test-", dir="/dev/shm") as folder:
-        yield f"local://{folder}/pool?size={size}"
 
 
 def one_request(max_model_len: int = 512) -> Mapping[str, int]:

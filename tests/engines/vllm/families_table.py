@@ -18,8 +18,8 @@ from tests.engines.vllm.families import BY_MODEL
 
 os.environ.update(ENVIRONMENT)
 
-from tests.engines.vllm.engines import local_pool
 from tests.engines.vllm.family_runs import Evidence, gather
+from tests.engines.vllm.pools import local_pool
 
 _COLUMNS = [
     ("model", 12),

@@ -75,11 +75,14 @@ class Evidence:
     seconds: float
 
 
-def gather(family: Family, folder: Path, url: str) -> Evidence:
-    """Run a family's engines on the empty pool ``url``; ``folder`` keeps the models."""
+def gather(family: Family, folder: Path, url: str, plain: Plain | None = None) -> Evidence:
+    """Run a family's engines on the empty pool ``url``; ``folder`` keeps the models.
+
+    ``plain`` is what was seen of the engine without a pool before, if it was.
+    """
     begun_s = time.monotonic()
     model = build(family.model, folder)
-    plain = run_plain(family, model)
+    plain = plain or run_plain(family, model)
     cold = run_cold(family, model, url)
     output = json.dumps(plain.first)
     warm = Warm(**run_script("family_runs", family.model, str(folder), url, output))
@@ -175,25 +178,28 @@ def run_warm(family: Family, model: Path, url: str, output: list[int]) -> Warm:
             loaded_chunks=counters["loaded_chunks"],
             in_blocks=blocks,
             controls={
-                kind: _with_zeros(one, kind, family.again(output), num_tokens)
+                kind: answer_with_zeros(one, kind, family.again(output), num_tokens)
                 for kind in family.kinds
             },
         )
 
 
-def _with_zeros(one: InProcessEngine, kind: str, prompt: list[int], num_tokens: int) -> list[int]:
+def answer_with_zeros(
+    one: InProcessEngine, kind: str, prompt: list[int], num_tokens: int
+) -> list[int]:
     """Answer a prompt where what is loaded of one kind of group are zeros."""
     one.forget_local()
     groups = one.connector._scheduler_side._plan.groups
     chosen = {index for index, group in enumerate(groups) if type(group).__name__ == kind}
-    with _zeroed_loads(chosen):
+    with zeroed_loads(chosen):
         [tokens] = one.generate(prompt, num_tokens=num_tokens)
         one.settle()
     return tokens
 
 
 @contextmanager
-def _zeroed_loads(groups: set[int]) -> Iterator[None]:
+def zeroed_loads(groups: set[int]) -> Iterator[None]:
+    """Let kvtide write zeros into the blocks of these groups instead of what it loads."""
     from kvtide.engines.vllm.tensors import TensorBlocks
 
     write = TensorBlocks.write

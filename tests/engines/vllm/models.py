@@ -48,6 +48,18 @@ class Recipe:
 
 RECIPES = {
     "llama": Recipe("LlamaConfig", "LlamaForCausalLM"),
+    "llama-32": Recipe(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        embedding_spread=1.0,  # with less it repeats one token for ever
+    ),
     "gemma3": Recipe(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",

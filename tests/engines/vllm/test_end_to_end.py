@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.engines.vllm import speculation_scenario
 from tests.engines.vllm.engines import BLOCK, InProcessEngine, engine, prompt_of
+from tests.engines.vllm.pools import ON_EACH_STORE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -28,14 +28,6 @@ def expected(model: Path) -> dict[str, list[int]]:
         [other] = plain.generate(prompt_of(300, seed=1))
         [longer] = plain.generate(PROMPT, num_tokens=80)
     return {"prompt": tokens, "other": other, "longer": longer}
-
-
-@pytest.fixture
-def pool_url(tmp_path: Path) -> Iterator[str]:
-    """A local pool of its own."""
-    path = Path("/dev/shm") / f"kvtide-test-{tmp_path.name}-{tmp_path.parent.name}"
-    yield f"local://{path}?size=64MiB"
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def saved_by(model: Path, pool_url: str, **arguments: Any) -> None:
@@ -185,6 +177,7 @@ def test_models_in_folders_of_one_name_never_share_a_key(
         assert list(output.outputs[0].token_ids) == expected["prompt"]
 
 
+@ON_EACH_STORE
 def test_prompts_of_one_batch_share_and_differ(
     model: Path, pool_url: str, expected: dict[str, list[int]]
 ) -> None:
@@ -233,6 +226,7 @@ def test_a_request_that_must_compute_its_whole_prompt_does(model: Path, pool_url
         assert one.counters["loaded_tokens"] == 0
 
 
+@ON_EACH_STORE
 def test_requests_preempted_for_lack_of_memory_resume_with_the_same_tokens(
     model: Path, pool_url: str
 ) -> None:
@@ -299,6 +293,7 @@ def test_drafts_are_never_saved_and_speculation_changes_no_token(
     assert result["next_hit"] == (len(turn) - 1) // BLOCK * BLOCK
 
 
+@ON_EACH_STORE
 def test_aborts_at_any_moment_leave_nothing_behind(model: Path, pool_url: str) -> None:
     """While they wait, load, compute and save: blocks, pins and jobs return to zero."""
     from vllm import SamplingParams

@@ -6,17 +6,17 @@ Each family's engines run once (see ``family_runs``), and every test looks at wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.vllm import speculation_scenario
-from tests.engines.vllm.engines import InProcessEngine, engine, local_pool, prompt_of
+from tests.engines.vllm.engines import InProcessEngine, engine, prompt_of
 from tests.engines.vllm.families import BY_MODEL, FAMILIES, HIT, SHARED
-from tests.engines.vllm.family_runs import Evidence, gather
+from tests.engines.vllm.family_runs import Evidence, Plain, gather
 from tests.engines.vllm.models import DRAFT, build
+from tests.engines.vllm.pools import pool_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -27,18 +27,32 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.model)
-def evidence(request: pytest.FixtureRequest, models_folder: Path) -> Evidence:
-    """What the engines of a family did."""
-    with local_pool() as url:
-        return gather(request.param, models_folder, url)
+ON_MOONCAKE = ("llama", "gemma3", "qwen3-next", "deepseek-v2")
+"""Full attention, windows, states, latent caches: the kinds of values that a store meets."""
+RUNS = [
+    (family, kind)
+    for family in FAMILIES
+    for kind in ("local", "mooncake")
+    if kind == "local" or family.model in ON_MOONCAKE
+]
 
 
-@pytest.fixture
-def pool_url() -> Iterator[str]:
-    """A local pool of a test's own."""
-    with local_pool() as url:
-        yield url
+@pytest.fixture(scope="module")
+def plains() -> dict[str, Plain]:
+    """What the engines without a pool did, which is the same beside each kind of pool."""
+    return {}
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0].model}-{run[1]}")
+def evidence(
+    request: pytest.FixtureRequest, models_folder: Path, plains: dict[str, Plain]
+) -> Evidence:
+    """What the engines of a family did, on a pool of some kind."""
+    family, kind = request.param
+    with pool_of(kind, request) as url:
+        seen = gather(family, models_folder, url, plains.get(family.model))
+    plains[family.model] = seen.plain
+    return seen
 
 
 def test_the_engine_has_the_groups_that_the_family_stands_for(evidence: Evidence) -> None:

@@ -42,6 +42,22 @@ def test_an_unknown_release_draws_one_warning(
     assert len(caplog.records) == 1
 
 
+def test_the_in_tree_form_draws_a_warning_on_other_releases_than_the_one_it_is_tested_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another release may name or lay out KV cache otherwise, and nothing would tell."""
+    monkeypatch.setattr(features, "_warned", set())
+    for version in ("0.32.0", "0.32.1+cpu"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        features.check_in_tree_form()
+    assert not caplog.records
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    features.check_in_tree_form()
+    features.check_in_tree_form()
+    [record] = caplog.records
+    assert "vLLM 0.32, not of 0.33.0" in record.getMessage()
+
+
 def test_patch_releases_share_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.32.0 and 0.32.1 exchange blocks; 0.32 and 0.33 do not."""
     names = []

@@ -12,7 +12,9 @@ from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
 from kvtide.engines.lora import AdapterDigests
+from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake
+from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
@@ -46,7 +48,10 @@ class Manager:
 def side(**options: object) -> SchedulerSide:
     """A scheduler side that knows its cache manager."""
     config = PoolConfig.from_mapping(options)
-    half = SchedulerSide(config, PLAN, {"weights": "w"}, MemoryStore())
+    names: Names = IdentityNames("", {"weights": "w"}, "")
+    if config.key_format == "vllm":
+        names = ModelNames(config.cache_prefix, "/models/final")
+    half = SchedulerSide(config, PLAN, FORMATS[config.key_format], names, MemoryStore())
     half.bind(Manager())
     return half
 
@@ -111,19 +116,17 @@ def digests() -> SlowDigests:
 @pytest.fixture
 def half(digests: SlowDigests) -> Iterator[SchedulerSide]:
     """A scheduler side that knows everything but its adapters."""
-    made = SchedulerSide(
-        PoolConfig.from_mapping({"lookup_wait_ms": 50}),
-        PLAN,
-        {"weights": "w"},
-        MemoryStore(),
-        clock=lambda: digests.now_s,
+    config = PoolConfig.from_mapping({"lookup_wait_ms": 50})
+    names = IdentityNames("", {"weights": "w"}, "")
+    names.adapters = AdapterDigests(digest=digests)
+    half = SchedulerSide(
+        config, PLAN, FORMATS["kvtide"], names, MemoryStore(), clock=lambda: digests.now_s
     )
-    made._adapters = AdapterDigests(digest=digests)
-    made.bind(Manager())
-    made.agree_on_layout([layout(4096)])
-    yield made
+    half.bind(Manager())
+    half.agree_on_layout([layout(4096)])
+    yield half
     digests.is_known = True
-    made.close()
+    half.close()
 
 
 def request_with_adapter(path: Path, request_id: str = "r") -> Any:
@@ -220,3 +223,80 @@ def test_an_id_that_begins_a_new_life_is_held_back_anew(
     again = request_with_adapter(tmp_path)
     wait_for(lambda: half.match(again, 0) == (0, False))
     assert prefix_of(half, again) is None
+
+
+# ------------------------------------------------------------ the keys of the in-tree connector
+
+
+@pytest.fixture
+def plain_half() -> Iterator[SchedulerSide]:
+    """A scheduler side whose keys are those of vLLM's in-tree connector."""
+    made = side(key_format="vllm", cache_prefix="prod")
+    made.agree_on_layout([layout(4096)])
+    yield made
+    made.close()
+
+
+def plain_request(request_id: str = "r") -> Any:
+    """One of vLLM's requests without an adapter."""
+    request = request_with_adapter(Path("unused"), request_id)
+    request.lora_request = None
+    return request
+
+
+def test_in_vllm_s_format_lookups_ask_for_the_in_tree_connector_s_keys(
+    plain_half: SchedulerSide,
+) -> None:
+    """Its name of the model, of the rank and of the group."""
+    asked: list[str] = []
+    store = plain_half._store
+    exists = store.exists
+    store.exists = lambda keys: asked.extend(keys) or exists(keys)  # type: ignore[method-assign, func-returns-value]
+    request = plain_request()
+    plain_half.on_new_request(request)
+    assert answer_of(plain_half, request) == (0, False)
+    prefix = "prod@final@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0"
+    assert asked == [f"{prefix}@{value.hex()}" for value in request.block_hashes[:9]]
+
+
+def test_in_vllm_s_format_a_request_with_an_adapter_goes_without_the_pool(
+    plain_half: SchedulerSide, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, told once and counted: the keys cannot say what the adapter's weights are."""
+    for request_id in ("r", "s"):
+        request = request_with_adapter(tmp_path, request_id)
+        plain_half.on_new_request(request)
+        assert plain_half.match(request, 0) == (0, False)
+        assert prefix_of(plain_half, request) is None
+    told = [record for record in caplog.records if "with an adapter" in record.getMessage()]
+    assert len(told) == 1
+    assert plain_half.take_counters()["unnamed_requests"] == 2
+
+
+def test_in_vllm_s_format_a_reset_ends_the_use_of_the_pool(
+    plain_half: SchedulerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one name, and what is under it may be of the old weights; nothing is removed."""
+    before, after = plain_request("before"), plain_request("after")
+    plain_half.on_new_request(before)
+    assert prefix_of(plain_half, before) is not None
+    plain_half.reset()
+    plain_half.reset()
+    plain_half.on_new_request(after)
+    assert prefix_of(plain_half, before) is None
+    assert prefix_of(plain_half, after) is None
+    assert plain_half.match(after, 0) == (0, False)
+    assert [r.levelname for r in caplog.records if "was reset" in r.getMessage()] == ["WARNING"]
+    counters = plain_half.take_counters()
+    assert (counters["resets"], counters["unnamed_requests"]) == (2, 1)
+
+
+def test_in_vllm_s_format_the_start_tells_what_the_keys_do_not_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The operator answers for it."""
+    side(key_format="vllm").close()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    for words in ("'final'", "weights", "dtype", "checksum", "moving-from-vllm-mooncake"):
+        assert words in record.getMessage()

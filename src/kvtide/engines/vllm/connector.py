@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtide.config import PoolConfig
 from kvtide.engines.vllm import features
-from kvtide.engines.vllm.identity import engine_identity
+from kvtide.engines.vllm.formats import FORMATS, PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
@@ -45,20 +46,18 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         features.check_release()
-        config, plan = _checked(vllm_config, kv_cache_config)
+        config, plan, pool_format = _checked(vllm_config, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             features.require_recompute(vllm_config)
-            identity = engine_identity(
-                vllm_config, plan, weights_version=config.weights_version or None
-            )
+            names = pool_format.names(config, vllm_config, plan)
             with _opened(config.store) as store:
-                self._scheduler_side = SchedulerSide(config, plan, identity, store)
+                self._scheduler_side = SchedulerSide(config, plan, pool_format, names, store)
         else:
             with _opened(config.store) as store:
                 self._worker_side = WorkerSide(
-                    config, plan, vllm_config, kv_cache_config, store, rank=0
+                    config, plan, pool_format, vllm_config, kv_cache_config, store, rank=0
                 )
 
     # ------------------------------------------------------------------ both
@@ -274,7 +273,7 @@ def _opened(url: str) -> Iterator[Store]:
         raise
 
 
-def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupPlan]:
+def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupPlan, PoolFormat]:
     """Check options, settings and model, and tell all faults at once."""
     faults: list[str] = []
     transfer = vllm_config.kv_transfer_config
@@ -290,4 +289,5 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupP
         faults.extend(error.faults)
     if faults or config is None or plan is None:
         raise ConfigError(faults)
-    return config, plan
+    pool_format = FORMATS[config.key_format]
+    return config, replace(plan, stores_dense=pool_format.stores_dense), pool_format

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 OLDEST = (0, 30)
 NEWEST = (0, 33)
 """The releases kvtide supports, both included."""
+IN_TREE = (0, 32)
+"""The release whose own Mooncake connector ``key_format: vllm`` is held to."""
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -73,6 +75,16 @@ def check_release() -> None:
         _warn_once(
             f"kvtide is tested with vLLM {_text(OLDEST)} to {_text(NEWEST)}, not with "
             f"{vllm.__version__}; compare its output with and without kvtide before relying on it"
+        )
+
+
+def check_in_tree_form() -> None:
+    """Warn once where this release's own Mooncake connector may store in another form."""
+    if release() != IN_TREE:
+        _warn_once(
+            f"key_format 'vllm' is tested against the Mooncake connector of vLLM {_text(IN_TREE)}, "
+            f"not of {vllm.__version__}, which may name or lay out KV cache otherwise: compare its "
+            "output with and without kvtide before relying on it"
         )
 
 

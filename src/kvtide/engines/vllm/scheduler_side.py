@@ -16,23 +16,21 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import StepPlan
-from kvtide.core.keys import CacheIdentity, namespace_for
 from kvtide.core.layout import StoreLayout, common_layout
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.core.transfer import HandOff
-from kvtide.engines.deployment import Deployment
-from kvtide.engines.lora import PENDING, AdapterDigests
+from kvtide.engines.lora import PENDING, Pending
 from kvtide.engines.vllm import features
-from kvtide.engines.vllm.identity import adapter_identity
+from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
+from kvtide.engines.vllm.names import Names
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.vllm.view import EngineTables, VllmRequestView
 from kvtide.errors import ConfigError
 from kvtide.runtime.lookup import LookupExecutor
-from kvtide.runtime.slab import page_padded
-from kvtide.runtime.tags import TAG_BYTES
+from kvtide.runtime.values import ValueFormat
 from kvtide.stores import Store
 from kvtide.units import format_size
 
@@ -53,7 +51,8 @@ class SchedulerSide:
         self,
         config: PoolConfig,
         plan: GroupPlan,
-        identity: Mapping[str, object],
+        pool_format: PoolFormat,
+        names: Names,
         store: Store,
         *,
         num_ranks: int = 1,
@@ -61,15 +60,12 @@ class SchedulerSide:
     ) -> None:
         self._config = config
         self._plan = plan
-        self._identity = identity
+        self._format = pool_format
+        self._names = names
         self._store = store
         self._num_ranks = num_ranks
         self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
-        self._adapters = AdapterDigests()
-        self._deployment = Deployment(config.weights_version)
-        self._worker_identity: object = None
-        self._namespaces: dict[str, str] = {}
         self._tables: EngineTables | None = None
         self._layout: StoreLayout | None = None
         self._views: dict[str, VllmRequestView] = {}
@@ -108,8 +104,7 @@ class SchedulerSide:
                 "share keys: run ranks of one kind, with the same attention backend"
             )
         self._layout = layout
-        self._worker_identity = layout.describe()
-        self._namespaces.clear()
+        self._names.agree_on(layout.describe())
         self._start()
 
     def _start(self) -> None:
@@ -121,11 +116,13 @@ class SchedulerSide:
         self._lookups = LookupExecutor(
             self._store,
             coordinator.boundaries,
-            lambda namespace: coordinator.databases(namespace, range(self._num_ranks)),
+            lambda namespace: coordinator.databases(
+                namespace, range(self._num_ranks), self._format.keys
+            ),
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
-        unit_bytes = _bytes_per_unit(coordinator, self._layout)
+        unit_bytes = _bytes_per_unit(coordinator, self._layout, self._format.values)
         _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
         units = config.staging_size // unit_bytes
@@ -191,13 +188,13 @@ class SchedulerSide:
         assert self._scheduler is not None
         if view.request_id not in self._held_back:
             return True
-        adapter = adapter_identity(self._adapters, view.request.lora_request)
-        if adapter is PENDING and not is_last_call:
+        namespace = self._names.namespace_of(view.request.lora_request)
+        if namespace is PENDING and not is_last_call:
             return False
         del self._held_back[view.request_id]
         self._scheduler.on_new_request(
             view,
-            self._namespace_of(view.request),
+            _if_known(namespace),
             self._clock(),
             may_load=not view.request.skip_reading_prefix_cache,
         )
@@ -238,19 +235,8 @@ class SchedulerSide:
             self._scheduler.on_finished(request_id)
 
     def _namespace_of(self, request: Any) -> str | None:
-        """Return the namespace of a request's keys, ``None`` where its adapter is not known."""
-        adapter = adapter_identity(self._adapters, request.lora_request)
-        if not isinstance(adapter, str):
-            return None
-        if adapter not in self._namespaces:
-            identity = CacheIdentity(
-                engine=self._identity,
-                worker=self._worker_identity,
-                deployment=self._deployment.name,
-                adapter=adapter,
-            )
-            self._namespaces[adapter] = namespace_for(self._config.cache_prefix, identity)
-        return self._namespaces[adapter]
+        """Return the namespace of a request's keys, ``None`` where it has none or none yet."""
+        return _if_known(self._names.namespace_of(request.lora_request))
 
     # ------------------------------------------------------------------ steps
 
@@ -352,8 +338,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Leave everything stored so far behind, because the weights may have changed."""
-        self._deployment.change()
-        self._namespaces.clear()
+        self._names.change()
         if self._scheduler is not None:
             self._scheduler.reset(
                 lambda request_id: self._namespace_of(self._views[request_id].request)
@@ -363,7 +348,7 @@ class SchedulerSide:
         """Stop looking up and give the store back."""
         if self._stats is not None:
             self._stats.close(self._counters_and_gauges())
-        self._adapters.close()
+        self._names.close()
         if self._lookups is not None:
             self._lookups.close()
         else:
@@ -390,10 +375,13 @@ def _check_sizes(config: PoolConfig, unit_bytes: int) -> None:
         raise ConfigError(faults)
 
 
-def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout) -> int:
+def _if_known(namespace: str | Pending | None) -> str | None:
+    return namespace if isinstance(namespace, str) else None
+
+
+def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout, values: ValueFormat) -> int:
     """Return the staging bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
     unit = coordinator.lcm_block_size
     return sum(
-        unit // group.block_size * page_padded(group.payload_bytes + TAG_BYTES)
-        for group in layout.groups
+        unit // group.block_size * values.row_bytes(group.payload_bytes) for group in layout.groups
     )

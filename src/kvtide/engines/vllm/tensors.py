@@ -1,7 +1,8 @@
 """A rank's KV cache as rows of bytes: what staging reads from and loads write to.
 
 A block's value is the concatenation of its layers' bytes, each in memory order without gaps. Two
-engines whose layouts differ only in where blocks lie therefore write the same bytes.
+engines whose layouts differ only in where blocks lie therefore write the same bytes. (Another form,
+vLLM's own, is made by :mod:`kvtide.engines.vllm.raw_blocks`.)
 
 On a CUDA device blocks are copied on a stream of kvtide's own. Its indexing is tested on host
 tensors, but the streams, the fence and the pinning have not run in the project's own tests, which
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -27,6 +28,13 @@ from kvtide.engines.vllm.segments import Segment, find_segment
 from kvtide.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
+
+BlockFinder = Callable[
+    [Mapping[str, Any], Any, Sequence[int], Mapping[str, str]],
+    tuple[list[list[Layer]], list[str]],
+]
+"""Takes what :class:`TensorBlocks` takes; returns per group what is copied of a block, and faults.
+"""
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -53,6 +61,62 @@ class _DeviceFence:
         self._event.synchronize()
 
 
+def find_layers(
+    kv_caches: Mapping[str, Any],
+    kv_cache_config: Any,
+    group_ids: Sequence[int],
+    traits: Mapping[str, str],
+) -> tuple[list[list[Layer]], list[str]]:
+    """Return per group its layers' parts of a block, and what stands against a layer."""
+    planned = {
+        name: tensor.block_stride
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    groups: list[list[Layer]] = []
+    faults: list[str] = []
+    for group_id in group_ids:
+        found: dict[tuple[int, Segment], Layer] = {}
+        for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
+            try:
+                tensor = _one_tensor(kv_caches.get(name))
+                segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name))
+            except ValueError as error:
+                faults.append(
+                    f"the KV cache of layer {name} cannot be used: {error}. Run this model "
+                    "without kvtide and report the layer's layout"
+                )
+                continue
+            # A layer that reuses another's KV cache has that layer's tensor: its bytes count once.
+            key = (tensor.untyped_storage().data_ptr(), segment)
+            found.setdefault(key, Layer(tensor, segment, traits.get(name, "")))
+        groups.append(list(found.values()))
+    return groups, faults
+
+
+def _one_tensor(value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError("it was not registered as one tensor")  # noqa: TRY004 - vLLM's value
+    return value
+
+
+def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None) -> Segment:
+    item = tensor.element_size()
+    strides = [stride * item for stride in tensor.stride()]
+    start = tensor.storage_offset() * item
+    segment = find_segment(
+        tensor.shape,
+        strides,
+        start=start,
+        item_bytes=item,
+        num_blocks=num_blocks,
+        block_stride=block_stride,
+    )
+    if segment.end > tensor.untyped_storage().nbytes():
+        raise ValueError(f"its blocks end past its memory: {segment}")
+    return segment
+
+
 class TensorBlocks:
     """The KV cache of one rank, by group and block id.
 
@@ -68,17 +132,20 @@ class TensorBlocks:
         kv_cache_config: Any,
         group_ids: Sequence[int],
         traits: Mapping[str, str] | None = None,
+        *,
+        find: BlockFinder = find_layers,
     ) -> None:
         """Find the blocks of the groups ``group_ids`` in the tensors vLLM registered.
 
-        ``traits`` is :func:`features.attention_traits` of the layers.
+        ``traits`` is :func:`features.attention_traits` of the layers. ``find`` says what makes up
+        a block's bytes.
 
         Raises:
             UnsupportedModelError: a layer has no tensor, lies on a device kvtide cannot copy
                 from, or is laid out in a way that shows no blocks; all such layers are named.
         """
         self._num_blocks = int(kv_cache_config.num_blocks)
-        layers, faults = _find_layers(kv_caches, kv_cache_config, group_ids, traits or {})
+        layers, faults = find(kv_caches, kv_cache_config, group_ids, traits or {})
         devices = {layer.tensor.device for group in layers for layer in group}
         faults += _device_faults(devices)
         if faults:
@@ -187,61 +254,6 @@ class TensorBlocks:
                     copy_rows(staged, part)
             if self._stream is not None:
                 _DeviceFence(self._stream).wait()
-
-
-def _find_layers(
-    kv_caches: Mapping[str, torch.Tensor],
-    kv_cache_config: Any,
-    group_ids: Sequence[int],
-    traits: Mapping[str, str],
-) -> tuple[list[list[Layer]], list[str]]:
-    planned = {
-        name: tensor.block_stride
-        for tensor in kv_cache_config.kv_cache_tensors
-        for name in tensor.layers
-    }
-    groups: list[list[Layer]] = []
-    faults: list[str] = []
-    for group_id in group_ids:
-        found: dict[tuple[int, Segment], Layer] = {}
-        for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
-            try:
-                tensor = _one_tensor(kv_caches.get(name))
-                segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name))
-            except ValueError as error:
-                faults.append(
-                    f"the KV cache of layer {name} cannot be used: {error}. Run this model "
-                    "without kvtide and report the layer's layout"
-                )
-                continue
-            # A layer that reuses another's KV cache has that layer's tensor: its bytes count once.
-            key = (tensor.untyped_storage().data_ptr(), segment)
-            found.setdefault(key, Layer(tensor, segment, traits.get(name, "")))
-        groups.append(list(found.values()))
-    return groups, faults
-
-
-def _one_tensor(value: object) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError("it was not registered as one tensor")  # noqa: TRY004 - vLLM's value
-    return value
-
-
-def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None) -> Segment:
-    item = tensor.element_size()
-    strides = [stride * item for stride in tensor.stride()]
-    start = tensor.storage_offset() * item
-    segment = find_segment(
-        tensor.shape,
-        strides,
-        start=start,
-        item_bytes=item,
-        num_blocks=num_blocks,
-        block_stride=block_stride,
-    )
-    if segment.end > tensor.untyped_storage().nbytes():
-        raise ValueError(f"its blocks end past its memory: {segment}")
-    return segment
 
 
 def _device_faults(devices: set[torch.device]) -> list[str]:

@@ -22,10 +22,10 @@ class GroupPlan:
     ``groups[i]`` is the engine's group ``group_ids[i]``. ``hash_block_size`` is in tokens.
     ``specs`` describes the groups as JSON data for the identity, without layer names;
     ``num_layers[i]`` counts the layers of a group in this process's view (under pipeline
-    parallelism the first stage's only). ``partial_hits`` and ``retention_interval`` are as in
-    :class:`~kvtide.core.coordinator.Coordinator`. The KV cache of the last
-    ``num_unsettled_tokens`` that a request has computed may still be rewritten (draft modules that
-    read several tokens ahead): it is not to be saved before that many more are computed.
+    parallelism the first stage's only). ``partial_hits``, ``retention_interval`` and
+    ``stores_dense`` are as in :class:`~kvtide.core.coordinator.Coordinator`. The KV cache of the
+    last ``num_unsettled_tokens`` that a request has computed may still be rewritten (draft modules
+    that read several tokens ahead): it is not to be saved before that many more are computed.
     ``max_step_tokens`` is how many tokens may be computed beyond what is settled.
     """
 
@@ -36,13 +36,18 @@ class GroupPlan:
     num_layers: tuple[int, ...]
     partial_hits: bool = False
     retention_interval: int | None = None
+    stores_dense: bool = False
     num_unsettled_tokens: int = 0
     max_step_tokens: int = 1 << 20
 
     def coordinator(self) -> Coordinator:
         """Return the joint decisions over these groups, the same in every process."""
         return Coordinator(
-            self.groups, self.hash_block_size, self.partial_hits, self.retention_interval
+            self.groups,
+            self.hash_block_size,
+            self.partial_hits,
+            self.retention_interval,
+            self.stores_dense,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtide.config import PoolConfig
 from kvtide.engines.vllm import features
+from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import GroupPlan
@@ -30,6 +31,7 @@ class WorkerSide:
         self,
         config: PoolConfig,
         plan: GroupPlan,
+        pool_format: PoolFormat,
         vllm_config: Any,
         kv_cache_config: Any,
         store: Store,
@@ -39,6 +41,7 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._config = config
         self._plan = plan
+        self._format = pool_format
         self._kv_cache_config = kv_cache_config
         self._store = store
         self._rank = rank
@@ -49,7 +52,13 @@ class WorkerSide:
         """Take the engine's KV tensors, one per layer, and start."""
         config = self._config
         traits = features.attention_traits(self._vllm_config, kv_caches)
-        self._blocks = TensorBlocks(kv_caches, self._kv_cache_config, self._plan.group_ids, traits)
+        self._blocks = TensorBlocks(
+            kv_caches,
+            self._kv_cache_config,
+            self._plan.group_ids,
+            traits,
+            find=self._format.find_blocks,
+        )
         try:
             self._worker = PoolWorker(
                 self._blocks,
@@ -58,6 +67,7 @@ class WorkerSide:
                     [group.block_size for group in self._plan.groups],
                     self._plan.hash_block_size,
                     self._rank,
+                    self._format.keys,
                 ),
                 limits=WorkerLimits(
                     staging_bytes=config.staging_size,
@@ -67,6 +77,7 @@ class WorkerSide:
                     max_bad_keys=config.max_bad_keys,
                     flush_timeout_s=config.flush_timeout_s,
                 ),
+                values=self._format.values,
             )
         except (OSError, MemoryError, OverflowError) as error:
             raise ConfigError(
