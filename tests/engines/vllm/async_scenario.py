@@ -25,6 +25,12 @@ def cpu_s() -> float:
     return total
 
 
+def engine_processes() -> list[psutil.Process]:
+    """What the engine has started; Python's own helper stays as long as this process."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+
+
 async def tokens_of(engine: Any, request_id: str, prompt: list[int]) -> list[int]:
     """The greedy tokens after a prompt."""
     from vllm import SamplingParams
@@ -94,7 +100,7 @@ async def run(model: str, store: str) -> dict[str, Any]:
     result["pause_s"]["abort-running"] = time.monotonic() - begun
     await asyncio.wait([running], timeout=10)
     running.cancel()
-    children = psutil.Process().children(recursive=True)
+    children = engine_processes()
     begun = time.monotonic()
     engine.shutdown()
     _, alive = psutil.wait_procs(children, timeout=20)
