@@ -11,8 +11,8 @@ from collections.abc import Callable
 from kvtide.errors import StoreLostError
 
 FIRST_PAUSE_S = 0.25
-MAX_PAUSE_S = 2.0
-CALM_PAUSES = 5
+MAX_PAUSE_S = 1.0
+CALM_PAUSES = 10
 """A backend that stayed for so many of the longest pauses is probed for as if it was never lost."""
 _JOIN_TIMEOUT_S = 10.0
 
