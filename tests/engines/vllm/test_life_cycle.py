@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 def scenario(model: Path, store: str) -> dict[str, Any]:
     """Run ``async_scenario.py`` and return what it measured."""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "plugin")])
+    path = os.pathsep.join(folder for folder in sys.path if folder)
     child = subprocess.run(
         [sys.executable, "-m", "tests.engines.vllm.async_scenario", str(model), store],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": path},

@@ -1,15 +1,14 @@
 """A real engine on a Mooncake pool whose master or owner dies or hangs: it answers as without one.
 
 One engine and one pool go through all of it. Each test saves a prompt, breaks the pool, asks for
-that prompt and for a new one, mends the pool, and sees that saving and loading resume by
-themselves.
+that prompt and for a new one, mends the pool, and sees saving and loading resume by themselves.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,52 +28,61 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 PROMPT_TOKENS = 400
 WHOLE = PROMPT_TOKENS // BLOCK * BLOCK
 NUM_PROMPTS = 16
-AT_ONCE_S = 2.0
-"""A prompt that is computed takes 0.2 s; what is more is for a busy machine."""
-LOAD_TIMEOUT_S = 3.0
-SAVE_TIMEOUT_S = 3.0
+LEASE_MS = 300
+AT_ONCE_S = 8.0
+"""An answer takes 0.2 s, on a busy machine more; a call that hangs takes 30 s."""
+LOAD_TIMEOUT_S = 1.5
+"""Less than a transfer may take, so that it is kvtide that gives up first."""
 OPTIONS = {
     "load_timeout_s": LOAD_TIMEOUT_S,
-    "save_timeout_s": SAVE_TIMEOUT_S,
+    "save_timeout_s": 4.0,
     "backoff_s": 0.1,
     "max_backoff_s": 0.2,
     "max_load_backoff_s": 0.2,
 }
 
+Prompt = tuple[list[int], list[int]]
+"""A prompt, and what an engine without kvtide answers to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """An engine, its pool, and prompts with what an engine without kvtide answers to them."""
+    """An engine, the pool that is broken under it, and prompts that nobody has asked yet."""
 
     one: InProcessEngine
     pool: MooncakePool
-    prompts: Iterator[tuple[list[int], list[int]]]
+    prompts: Iterator[Prompt]
 
-    def ask(self, prompt: list[int], want: list[int]) -> int:
-        """Answer a prompt, which must be as without kvtide; return how much of it was loaded."""
-        [output] = self.one.run(prompt)
+    def ask(self, prompt: Prompt) -> int:
+        """Answer a prompt as without kvtide, and soon; return how much of it was loaded."""
+        tokens, want = prompt
+        begun_s = time.monotonic()
+        [output] = self.one.run(tokens)
+        assert time.monotonic() - begun_s < LOAD_TIMEOUT_S + AT_ONCE_S
         assert list(output.outputs[0].token_ids) == want
         return int(output.num_cached_tokens)
 
-    def saved(self) -> tuple[list[int], list[int]]:
-        """Return a prompt that only the pool holds, with the answer to it."""
-        prompt, want = next(self.prompts)
-        before = self.one.counters["saved_bytes"]
-        assert self.ask(prompt, want) == 0
+    def forget(self) -> None:
+        """Let all jobs end, which is a matter of their deadlines, and leave only the pool."""
         self.one.settle()
-        assert self.one.counters["saved_bytes"] > before
         self.one.forget_local()
-        return prompt, want
 
-    def assert_resumes(self, prompt: list[int], want: list[int], *, limit_s: float = 20.0) -> None:
-        """See a prompt that could not be saved be saved and loaded again, with no help."""
+    def saved(self) -> Prompt:
+        """Return a prompt that only the pool holds."""
+        prompt = next(self.prompts)
+        saved_bytes = self.counted("saved_bytes")
+        assert self.ask(prompt) == 0
+        self.forget()
+        assert saved_bytes() > 0
+        return prompt
+
+    def assert_resumes(self, prompt: Prompt, limit_s: float = 30.0) -> None:
+        """See a prompt that was not saved be saved and loaded, with no help."""
         give_up_s = time.monotonic() + limit_s
-        while self.ask(prompt, want) != WHOLE:
+        while self.ask(prompt) != WHOLE:
             assert time.monotonic() < give_up_s, f"never resumed: {self.one.counters}"
-            self.one.settle()
-            self.one.forget_local()
-        self.one.settle()
-        self.one.forget_local()
+            self.forget()
+        self.forget()
         self.one.pool.check_integrity()
         self.one.worker.check_idle()
 
@@ -85,7 +93,7 @@ class Broken:
 
 
 @pytest.fixture(scope="module")
-def answers(model: Path) -> list[tuple[list[int], list[int]]]:
+def answers(model: Path) -> list[Prompt]:
     """Prompts, and what an engine without kvtide answers to them."""
     prompts = [prompt_of(PROMPT_TOKENS, seed=2000 + number) for number in range(NUM_PROMPTS)]
     with engine(model, None) as plain:
@@ -93,143 +101,126 @@ def answers(model: Path) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def broken(model: Path, answers: list[tuple[list[int], list[int]]]) -> Iterator[Broken]:
-    """An engine on a pool that is soon to be broken."""
-    flags = {"client_ttl": 2}
+def broken(model: Path, answers: list[Prompt]) -> Iterator[Broken]:
+    """An engine on a pool that is soon to be broken, which gives up a silent owner after 2 s."""
     with (
-        MooncakePool(lease_ms=300, master_flags=flags) as pool,
+        MooncakePool(lease_ms=LEASE_MS, master_flags={"client_ttl": 2}) as pool,
         engine(model, pool.url, options=OPTIONS) as one,
     ):
         yield Broken(one, pool, iter(answers))
 
 
 @contextmanager
-def within(limit_s: float) -> Iterator[None]:
-    """Bound the time of what is inside."""
-    begun_s = time.monotonic()
-    yield
-    assert time.monotonic() - begun_s < limit_s
+def broken_by(do: Callable[[], None], undo: Callable[[], None]) -> Iterator[None]:
+    """Break something for as long as a ``with`` lasts."""
+    do()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def test_with_the_master_gone_every_call_is_a_miss_at_once(broken: Broken) -> None:
-    """No lookup waits, nothing hangs; a new master is found without a restart."""
+    """One call finds out, no other is made; a new master is found without a restart."""
     known, new = broken.saved(), next(broken.prompts)
     outages, refused = broken.counted("store_outages"), broken.counted("refused_store_calls")
-    broken.pool.kill_master()
-    for prompt in (known, new, known, new):
-        with within(AT_ONCE_S):
-            assert broken.ask(*prompt) == 0
-        with within(AT_ONCE_S):
-            broken.one.settle()
-        broken.one.forget_local()
-    assert outages() == 1
-    assert refused() > 0, "only the first call was made"
-    broken.pool.start_master()
-    broken.assert_resumes(*new)
+    errors = broken.counted("lookup_errors")
+    with broken_by(broken.pool.kill_master, broken.pool.start_master):
+        for prompt in (known, new, known, new):
+            assert broken.ask(prompt) == 0
+            broken.forget()
+        assert outages() == 1
+        assert errors() >= 4
+        assert refused() >= 4 + 2
+    broken.assert_resumes(new)
 
 
 @pytest.mark.parametrize("call", ["get", "put"])
 def test_a_master_that_dies_during_loads_and_saves_costs_recomputation_only(
     broken: Broken, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed when the call was made and not answered; the engine's requests go on."""
+    """It is killed under a call while two requests run, of which one loads and one saves."""
     known, new = broken.saved(), next(broken.prompts)
-    calls = count()
+    outages, failed = broken.counted("store_outages"), broken.counted("failed_loads")
     native: Callable[..., Any] = getattr(MooncakeClient, call)
+    calls = count()
 
-    def killing(client: MooncakeClient, batch: Any) -> list[int]:
+    def killing(client: MooncakeClient, batch: Any) -> Any:
         if next(calls) == 0:
             broken.pool.kill_master()
         return native(client, batch)
 
     monkeypatch.setattr(MooncakeClient, call, killing)
-    outages, failed = broken.counted("store_outages"), broken.counted("failed_loads")
-    with within(2 * AT_ONCE_S):
+    with broken_by(lambda: None, broken.pool.start_master):
         outputs = broken.one.run(known[0], new[0])
-        broken.one.settle()
-    assert [list(output.outputs[0].token_ids) for output in outputs] == [known[1], new[1]]
-    assert next(calls) > 0
-    assert outages() == 1
-    assert failed() == (call == "get")
-    broken.one.forget_local()
-    broken.pool.start_master()
-    broken.assert_resumes(*new)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == [known[1], new[1]]
+        broken.forget()
+        assert next(calls) > 0
+        assert outages() == 1
+        assert failed() == 1 or (call == "put" and not failed())
+    broken.assert_resumes(new)
 
 
 def test_with_the_owner_gone_promised_hits_fail_and_are_recomputed(broken: Broken) -> None:
-    """The master does not know yet, and promises what the owner held."""
+    """The master does not know yet, and promises what the owner held: one load, one failure."""
     known, new = broken.saved(), next(broken.prompts)
     failed, jobs = broken.counted("failed_loads"), broken.counted("load_jobs")
-    broken.pool.kill_owner()
-    with within(LOAD_TIMEOUT_S + AT_ONCE_S):
-        assert broken.ask(*known) == 0
-    assert failed() == jobs() == 1
-    with within(LOAD_TIMEOUT_S + AT_ONCE_S):
-        assert broken.ask(*new) == 0
-    broken.one.settle()
-    broken.one.forget_local()
-    broken.pool.start_owner()
-    broken.assert_resumes(*known)
-    broken.assert_resumes(*new)
+    outages = broken.counted("store_outages")
+    with broken_by(broken.pool.kill_owner, broken.pool.start_owner):
+        assert broken.ask(known) == 0
+        assert failed() == jobs() == 1
+        assert broken.ask(new) == 0
+        broken.forget()
+    broken.assert_resumes(known)
+    broken.assert_resumes(new)
+    assert outages() == 0, "the pool was never lost"
 
 
 def test_a_load_from_an_owner_that_hangs_ends_at_its_timeout(broken: Broken) -> None:
-    """The transfer itself is given up by Mooncake later; nobody waits for that."""
+    """Mooncake gives the transfer up later; nobody waits for that, and it harms no one."""
     known, new = broken.saved(), next(broken.prompts)
     expired, failed = broken.counted("expired_loads"), broken.counted("failed_loads")
-    broken.pool.pause_owner()
-    begun_s = time.monotonic()
-    assert broken.ask(*known) == 0
-    took_s = time.monotonic() - begun_s
-    assert LOAD_TIMEOUT_S <= took_s < LOAD_TIMEOUT_S + AT_ONCE_S
-    assert expired() == failed() == 1
-    with within(AT_ONCE_S):
-        assert broken.ask(*new) == 0, "while the last load still hangs"
-    with within(SAVE_TIMEOUT_S + AT_ONCE_S):
-        broken.one.settle()
-    broken.one.forget_local()
-    broken.pool.resume_owner()
-    broken.assert_resumes(*new)
+    with broken_by(broken.pool.pause_owner, broken.pool.resume_owner):
+        begun_s = time.monotonic()
+        assert broken.ask(known) == 0
+        assert time.monotonic() - begun_s >= LOAD_TIMEOUT_S
+        assert expired() == failed() == 1
+        assert broken.ask(new) == 0
+        broken.forget()
+    broken.assert_resumes(new)
 
 
 def test_with_a_master_that_hangs_lookups_are_misses_after_their_wait(broken: Broken) -> None:
-    """Only the first call waits for it; then it is lost, until it answers a probe."""
+    """One call waits for it; then it is lost, until it answers a probe."""
     known, new = broken.saved(), next(broken.prompts)
-    outages = broken.counted("store_outages")
-    broken.pool.pause_master()
-    with within(1.0 + AT_ONCE_S):
-        assert broken.ask(*known) == 0
-    with within(1.0 + AT_ONCE_S):
-        assert broken.ask(*new) == 0
-    broken.one.settle()
-    broken.one.forget_local()
-    assert outages() == 1
-    broken.pool.resume_master()
-    broken.assert_resumes(*new)
+    outages, timed_out = broken.counted("store_outages"), broken.counted("lookups_timed_out")
+    late = broken.counted("lookup_waits_expired")
+    with broken_by(broken.pool.pause_master, broken.pool.resume_master):
+        assert broken.ask(known) == 0
+        assert broken.ask(new) == 0
+        assert late() + timed_out() >= 1
+        broken.forget()
+        assert outages() == 1
+    broken.assert_resumes(new)
 
 
 def test_a_value_that_somebody_replaced_is_a_miss_and_is_mended(broken: Broken) -> None:
-    """Other bytes under a key: they do not verify, the tokens are computed, and stored again."""
-    prompt, want = broken.saved()
-    payload_bytes = broken.one.worker._memory.layout.groups[0].payload_bytes
+    """Other bytes under a key do not verify: the tokens are computed, and stored again."""
+    prompt, bad = broken.saved(), broken.counted("bad_values")
     chunk = 5
-    key = key_of(broken.one, prompt, chunk)
-    store = open_store(broken.pool.url)
-    arena = Arena(store)
-    time.sleep(0.5)  # its lease
-    assert store.remove([key]) == [Status.OK]
-    assert arena.put([(key, value_of("other", payload_bytes + TAG_BYTES))]) == [Status.OK]
-    store.close()
-    bad = broken.counted("bad_values")
-    assert broken.ask(prompt, want) == chunk * BLOCK
+    key, num_bytes = value_of_chunk(broken.one, prompt[0], chunk)
+    with closing(open_store(broken.pool.url)) as store:
+        time.sleep(2 * LEASE_MS / 1000)
+        assert store.remove([key]) == [Status.OK]
+        assert Arena(store).put([(key, value_of("other", num_bytes))]) == [Status.OK]
+    assert broken.ask(prompt) == chunk * BLOCK
     assert bad() == 1
-    broken.one.settle()
-    broken.one.forget_local()
-    broken.assert_resumes(prompt, want)
+    broken.forget()
+    broken.assert_resumes(prompt)
 
 
-def key_of(one: InProcessEngine, prompt: list[int], chunk: int) -> str:
-    """Return the key of a chunk of a prompt without adapters."""
+def value_of_chunk(one: InProcessEngine, prompt: list[int], chunk: int) -> tuple[str, int]:
+    """Return the key of a chunk's value and its length in bytes."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -242,5 +233,5 @@ def key_of(one: InProcessEngine, prompt: list[int], chunk: int) -> str:
     )
     side = one.connector._scheduler_side
     [[database]] = side._plan.coordinator().databases(side._namespace_of(request), range(1))
-    key: str = database.key_for(request.block_hashes[chunk])
-    return key
+    payload_bytes = one.worker._memory.layout.groups[0].payload_bytes
+    return database.key_for(request.block_hashes[chunk]), payload_bytes + TAG_BYTES
