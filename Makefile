@@ -16,7 +16,7 @@ help: ## show this list
 
 # ------------------------------------------------------------------------------- what people run
 
-demo: $(VENV)/.vllm ## see a prompt loaded from the pool instead of recomputed (2 min; first time 4)
+demo: $(VENV)/.vllm $(VENV)/.mooncake ## see a prompt loaded from the pool instead of recomputed (2 min; first time 4)
 	@echo "==> kvtide demo: three vLLM engines, one after another (about 2 min)"
 	@$(VENV)/bin/kvtide demo $(DEMO_ARGS)
 
@@ -50,7 +50,7 @@ format: $(LINT)/.done ## rewrite the sources the way `make lint` wants them
 	@$(LINT)/bin/ruff format .
 	@$(LINT)/bin/ruff check --fix .
 
-bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (5 min)
+bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (10 min)
 	@rm -rf build/bench
 	@for script in benchmarks/bench_*.py; do \
 	  [ -e "$$script" ] || { echo "no benchmarks yet"; exit 0; }; \
@@ -85,6 +85,14 @@ $(VENV)/.test: pyproject.toml scripts/pip-quiet scripts/install-mooncake-librari
 	@echo "==> installing kvtide and its test tools into $(VENV) (about 20 s)"
 	@scripts/pip-quiet $(VENV)/bin/python install -e '.[test]'
 	@scripts/install-mooncake-libraries $(VENV)/bin/python
+	@touch $@
+
+# The demo does without where it cannot be had: only `--store mooncake://...` needs it.
+$(VENV)/.mooncake: pyproject.toml scripts/pip-quiet scripts/install-mooncake-libraries | $(VENV)/.venv
+	@echo "==> installing the Mooncake client into $(VENV) (about 10 s)"
+	@{ scripts/pip-quiet $(VENV)/bin/python install -e '.[mooncake]' \
+	  && scripts/install-mooncake-libraries $(VENV)/bin/python; } \
+	  || echo "    going on without: mooncake:// stores cannot be used here"
 	@touch $@
 
 $(LINT)/.done: pyproject.toml scripts/pip-quiet | $(LINT)/.venv

@@ -61,6 +61,23 @@ def test_a_lookup_asks_only_for_what_can_change_the_answer(load: Any) -> None:
     assert all(row.met for row in found if row.unit == "keys" and row.goal is not None)
 
 
+def test_values_are_compared_in_layers_and_whole_on_a_real_mooncake_pool(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways of kvtide beside the client with all segments; the bytes are checked there."""
+    bench = load("bench_mooncake_transfer")
+    monkeypatch.setattr(bench, "CASES", ((64 << 10, 3, True),))
+    rows = list(bench.all_rows(2))
+    compared = {row.case: row.goal for row in rows if row.goal}
+    assert compared == {
+        "put 64 KiB x 3, gathered": ">= 10",
+        "put 64 KiB x 3, single": ">= 10",
+        "get 64 KiB x 3, gathered": ">= 8",
+        "get 64 KiB x 3, single": ">= 8",
+    }
+    assert all(row.kvtide > 0 for row in rows)
+
+
 def test_all_rows_are_joined_in_one_summary(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,7 @@ BAD: list[tuple[dict[str, Any], str | None, list[list[str]]]] = [
     (
         {"backoff_s": 60},
         "kv_both",
-        [["backoff_s (60) must be at most max_backoff_s (2)", "raise max_backoff_s"]],
+        [["backoff_s (60) must be at most max_backoff_s (1)", "raise max_backoff_s"]],
     ),
     (
         {"lookup_wait_ms": 2000},

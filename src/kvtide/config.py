@@ -270,7 +270,7 @@ class PoolConfig:
         "further failure.",
     )
     max_backoff_s: float = _option(
-        2,
+        1,
         "seconds",
         "above 0",
         _number(0, above=True),

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvtide.errors import StoreLostError
-from kvtide.stores.circuit import CircuitBreaker
+from kvtide.stores.circuit import CALM_PAUSES, CircuitBreaker
 
 DEADLINE_S = 10.0
 
@@ -108,7 +108,7 @@ def test_a_backend_that_stayed_is_probed_for_as_if_it_was_never_lost() -> None:
         time.sleep(0.01)
     backend.is_up = True
     wait_until_closed(breaker)
-    time.sleep(6 * 0.05)
+    time.sleep((CALM_PAUSES + 1) * 0.05)
     began_s = time.monotonic()
     breaker.trip("gone")
     wait_until_closed(breaker)

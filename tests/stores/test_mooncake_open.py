@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import ConfigError, StoreLostError, StoreOpenError
-from kvtide.stores import Status, open_store
+from kvtide.stores import Status, open_store, url_for_lookups
 from kvtide.stores.ports import free_ports
 from kvtide.testing import Arena
 from kvtide.testing.mooncake import MooncakePool
@@ -146,7 +146,7 @@ def test_each_store_of_a_process_has_its_own_time_limit() -> None:
 
 ENDS_IN_A_CALL = """
 import sys, threading, time
-from kvtide.stores import open_store
+from kvtide.stores import open_store, url_for_lookups
 from kvtide.testing import Arena
 store = open_store(sys.argv[1])
 def call():
@@ -216,6 +216,45 @@ def test_an_engine_may_give_memory_to_the_pool() -> None:
 
 QUOTAS = """{"version": 1, "tenants": [
     {"name": "red", "quota": "8MB"}, {"name": "blue", "quota": "8MB"}]}"""
+
+
+def test_who_only_asks_gives_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler beside its workers, by URL and by file, in one process or in two."""
+    with MooncakePool(segment_bytes=16 << 20) as pool:
+        path = tmp_path / "mooncake.json"
+        path.write_text(
+            f'{{"master_server_address": "127.0.0.1:{pool.port}", "protocol": "tcp",'
+            ' "metadata_server": "P2PHANDSHAKE", "global_segment_size": "0.03125GB"}'
+        )
+        monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+        before = pool.metrics().capacity_bytes
+        for url in (f"{pool.url}?segment=32MiB&call_timeout_ms=2000", "mooncake://"):
+            asking = open_store(url_for_lookups(url))
+            assert pool.metrics().capacity_bytes == before
+            giving = open_store(url)
+            assert pool.metrics().capacity_bytes == before + (32 << 20)
+            assert Arena(giving).put([(url, b"value")]) == [Status.OK]
+            assert asking.exists([url]) == [True]
+            giving.close()
+            asking.close()
+        assert url_for_lookups(f"{pool.url}?call_timeout_ms=5") == f"{pool.url}?call_timeout_ms=5"
+        assert url_for_lookups("local:///dev/shm/kvtide") == "local:///dev/shm/kvtide"
+
+
+def test_a_wrong_port_in_a_file_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the URL, which says nothing of it."""
+    path = tmp_path / "mooncake.json"
+    (port,) = free_ports(1)
+    path.write_text(
+        f'{{"master_server_address": "127.0.0.1:{port}", "protocol": "tcp",'
+        ' "mode": "standalone-store"}'
+    )
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(path))
+    with refusal() as said:
+        open_store("mooncake://?setup_timeout_ms=500")
+    assert f"correct master_server_address in {path}" in said[0]
 
 
 def test_tenants_have_keys_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

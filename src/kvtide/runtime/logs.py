@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+
+from kvtide.errors import StoreError
 
 _INTERVAL_S = 60.0
 
@@ -13,7 +16,8 @@ _INTERVAL_S = 60.0
 class FaultLog:
     """Logs each kind of fault at most once per interval, with how many were left out.
 
-    Call it from an ``except`` block: the traceback goes with the first of a kind.
+    Call it from an ``except`` block: the traceback goes with the first of a kind, unless the error
+    is a store's, which says what is the matter.
     """
 
     def __init__(
@@ -45,5 +49,9 @@ class FaultLog:
                 return
             self._last_s[what] = now_s
             num_skipped = self._num_skipped.pop(what, 0)
+        error = sys.exc_info()[1]
+        if isinstance(error, StoreError):  # it says itself what is the matter, and where
+            what = f"{what}: {error}"
         suffix = f" (and {num_skipped} more since the last message)" if num_skipped else ""
-        self._logger.warning("%s%s", what, suffix, exc_info=True)  # noqa: LOG014 - see the docstring
+        with_traceback = not isinstance(error, StoreError)
+        self._logger.warning("%s%s", what, suffix, exc_info=with_traceback)

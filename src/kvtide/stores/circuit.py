@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -10,9 +11,11 @@ from collections.abc import Callable
 
 from kvtide.errors import StoreLostError
 
+logger = logging.getLogger(__name__)
+
 FIRST_PAUSE_S = 0.25
-MAX_PAUSE_S = 2.0
-CALM_PAUSES = 5
+MAX_PAUSE_S = 1.0
+CALM_PAUSES = 10
 """A backend that stayed for so many of the longest pauses is probed for as if it was never lost."""
 _JOIN_TIMEOUT_S = 10.0
 
@@ -44,7 +47,7 @@ class CircuitBreaker:
         self._reason = ""
         self._thread: threading.Thread | None = None
         self._pause_s = first_pause_s
-        self._found_at_s = -math.inf
+        self._found_at_s = self._lost_at_s = -math.inf
         self._counters: Counter[str] = Counter()
 
     @property
@@ -79,6 +82,8 @@ class CircuitBreaker:
                 return
             self._thread, self._reason = thread, reason
             self._counters["store_outages"] += 1
+            self._lost_at_s = time.monotonic()
+        logger.warning("%s is lost (%s): every call fails until it is back", self._name, reason)
 
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call."""
@@ -102,6 +107,9 @@ class CircuitBreaker:
                 with self._lock:
                     self._reason = ""
                     self._found_at_s = time.monotonic()
+                logger.warning(
+                    "%s is back after %.1f s", self._name, self._found_at_s - self._lost_at_s
+                )
                 return
 
     def _is_back(self) -> bool:

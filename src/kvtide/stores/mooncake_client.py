@@ -196,13 +196,13 @@ def _own_address(settings: MooncakeSettings, give_up_at_s: float) -> str:
         except socket.gaierror as error:
             raise StoreOpenError(
                 f"the Mooncake master's host {settings.master_host!r} is not known here"
-                f" ({error.strerror}): correct the store URL"
+                f" ({error.strerror}): correct {settings.source}"
             ) from error
         except OSError as error:
             if time.monotonic() + _POLL_S > give_up_at_s:
                 raise StoreOpenError(
                     f"no Mooncake master listens at {settings.master} ({error.strerror or error}):"
-                    " start it (for development: kvtide pool up), or correct the store URL"
+                    f" start it (for development: kvtide pool up), or correct {settings.source}"
                 ) from error
         time.sleep(_POLL_S)
 
@@ -215,9 +215,9 @@ def _dial(settings: MooncakeSettings, timeout_s: float) -> socket.socket:
 def _refusal(settings: MooncakeSettings, *, has_answered: bool) -> StoreOpenError:
     if not has_answered:
         return StoreOpenError(
-            f"what listens at {settings.master} does not answer as a Mooncake master: the port of"
-            " the store URL must be the master's rpc_port, not that of its metrics or of another"
-            " service"
+            f"what listens at {settings.master} does not answer as a Mooncake master: the port in"
+            f" {settings.source} must be the master's rpc_port, not that of its metrics or of"
+            " another service"
         )
     return StoreOpenError(
         f"the Mooncake master at {settings.master} refuses this client: most likely it is of"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtide.stores.machine_memory import available_memory_bytes
@@ -46,6 +46,8 @@ class MooncakeSettings:
     preferred_segment: str = ""
     num_replicas: int = 1
     hostname: str = ""
+    source: str = field(default="the store URL", compare=False)
+    """Where the address was read, for messages."""
     setup_timeout_s: float = 10.0
     call_timeout_s: float = 5.0
 
@@ -164,6 +166,7 @@ def _file_values(url: StoreUrl, reader: UrlReader) -> _Values:
 def _values_of(data: Mapping[str, object], path: str, reader: UrlReader) -> _Values:
     """Return what vLLM's connector would understand of a configuration file."""
     values = _master_address(str(data.get("master_server_address", "")), reader)
+    values["source"] = f"master_server_address in {path}"
     values["metadata"] = str(data.get("metadata_server") or "P2PHANDSHAKE")
     values["protocol"] = str(data.get("protocol") or "rdma")
     # vLLM leaves the choice of a device to Mooncake where the file names none.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
+from urllib.parse import urlencode
 
 from kvtide.core.batch import Batch
 from kvtide.core.layout import Region
@@ -54,6 +55,24 @@ def open_store(url: str) -> Store:
             )
         shared.num_handles += 1
     return StoreHandle(shared)
+
+
+def url_for_lookups(url: str) -> str:
+    """Return the URL by which a process opens ``url`` that only asks what is there.
+
+    It is the same, but for a Mooncake pool that takes memory from those who open it: whoever only
+    asks gives none.
+
+    Raises:
+        ConfigError: the URL is wrong.
+    """
+    parsed = StoreUrl.parse(url)
+    # Without a host it is a file that says how much is given.
+    gives_memory = not parsed.host or parsed.parameters.get("segment", "0") != "0"
+    if parsed.scheme != "mooncake" or not gives_memory:
+        return url
+    parameters = urlencode({**parsed.parameters, "segment": "0"}, safe=":/,")
+    return f"{url.partition('?')[0]}?{parameters}"
 
 
 def store_schemes() -> list[str]:

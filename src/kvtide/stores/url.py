@@ -36,13 +36,15 @@ class StoreUrl:
 
     @property
     def identity(self) -> str:
-        """What one process shares a handle by: scheme, host, resolved path, and the tenant if any.
+        """What one process shares a handle by: scheme, host, resolved path, and some parameters.
 
-        The other parameters say how a store is used, not which one it is.
+        A tenant has keys of its own, and who gives a segment of memory is not who gives none. The
+        others say how a store is used, not which one it is.
         """
         path = os.path.realpath(self.path) if self.path and not self.host else self.path
-        tenant = self.parameters.get("tenant")
-        return f"{self.scheme}://{self.host}{path}" + (f"?tenant={tenant}" if tenant else "")
+        telling = [name for name in ("tenant", "segment") if name in self.parameters]
+        parameters = "&".join(f"{name}={self.parameters[name]}" for name in telling)
+        return f"{self.scheme}://{self.host}{path}" + (f"?{parameters}" if parameters else "")
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
@@ -54,6 +56,8 @@ class StoreUrl:
         """
         faults = []
         scheme, separator, _ = text.partition("://")
+        if not separator and text.split(":/", maxsplit=1)[0].isalnum() and ":/" in text:
+            raise ConfigError(f"the store URL {text!r} has one slash only: write scheme://...")
         if not separator or not scheme:
             raise ConfigError(
                 f"the store URL {text!r} has no scheme: write for instance"

@@ -7,6 +7,7 @@ translates hooks; it defines newer hooks unconditionally, since older releases n
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,16 +21,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvtide import __version__
 from kvtide.config import PoolConfig
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import FORMATS, PoolFormat
+from kvtide.engines.vllm.logs import log_as_vllm_does
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
 from kvtide.engines.vllm.translate import GroupPlan, check_engine, translate_groups
 from kvtide.engines.vllm.worker_side import WorkerSide
 from kvtide.errors import ConfigError
-from kvtide.stores import Store, open_store
+from kvtide.stores import Store, open_store, url_for_lookups
+
+logger = logging.getLogger(__name__)
 
 
 class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
@@ -46,13 +51,14 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         features.check_release()
+        log_as_vllm_does()
         config, plan, pool_format = _checked(vllm_config, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             features.require_recompute(vllm_config)
             names = pool_format.names(config, vllm_config, plan)
-            with _opened(config.store) as store:
+            with _opened(url_for_lookups(config.store)) as store:
                 self._scheduler_side = SchedulerSide(config, plan, pool_format, names, store)
         else:
             with _opened(config.store) as store:
@@ -266,6 +272,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 def _opened(url: str) -> Iterator[Store]:
     """Open a store for the block to hand on; where the block raises, close it again."""
     store = open_store(url)
+    logger.info("kvtide %s saves to and loads from %s", __version__, url)
     try:
         yield store
     except BaseException:
