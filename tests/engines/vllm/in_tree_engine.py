@@ -53,16 +53,26 @@ class InTreeEngine:
     """The engine, seen from a test; for the time of a ``with`` block."""
 
     def __init__(
-        self, model: Path, config: Path, arguments: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        model: Path,
+        config: Path,
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        policy: str = "fail",
     ) -> None:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in close
+        self._said: list[str] = []
         path = os.pathsep.join(folder for folder in sys.path if folder)
-        everything = json.dumps({"arguments": dict(arguments), "options": dict(options)})
+        everything = json.dumps(
+            {"arguments": dict(arguments), "options": dict(options), "policy": policy}
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.vllm.in_tree_engine", str(model), everything],
             env={
                 **os.environ,
                 **ENVIRONMENT,
+                "VLLM_LOGGING_LEVEL": "WARNING",
                 "PYTHONPATH": path,
                 "MOONCAKE_CONFIG_PATH": str(config),
             },
@@ -88,11 +98,18 @@ class InTreeEngine:
     ) -> None:
         self.close()
 
-    def answer(self, prompt: list[int], num_tokens: int) -> Answer:
+    def answer(
+        self, prompt: list[int], num_tokens: int, *, limit_s: float = _ANSWER_LIMIT_S
+    ) -> Answer:
         """Answer a prompt from an empty cache of its own; what it saves is in the pool then."""
         assert self._process.stdin is not None
         print(json.dumps([prompt, num_tokens]), file=self._process.stdin, flush=True)
-        return Answer(*self._read(_ANSWER_LIMIT_S))
+        return Answer(*self._read(limit_s))
+
+    def log(self) -> str:
+        """Return what the process has said so far, Mooncake on one stream and vLLM on the other."""
+        self._log.seek(0)
+        return self._log.read() + "".join(self._said)
 
     def close(self) -> None:
         """End the process."""
@@ -109,17 +126,17 @@ class InTreeEngine:
             for line in self._process.stdout:
                 if line.startswith(_RESULT):
                     return json.loads(line.removeprefix(_RESULT))
+                self._said.append(line)
         finally:
             timer.cancel()
-        self._log.seek(0)
-        raise AssertionError(f"no answer within {limit_s:.0f} s: {self._log.read()[-3000:]}")
+        raise AssertionError(f"no answer within {limit_s:.0f} s: {self.log()[-3000:]}")
 
 
 def _report(result: Any) -> None:
     print(_RESULT + json.dumps(result), flush=True)  # noqa: T201
 
 
-def main(model: Path, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+def main(model: Path, arguments: dict[str, Any], options: dict[str, Any], policy: str) -> None:
     """Be the process: answer until the input ends."""
     from kvtide.stores.mooncake_package import mooncake_module
     from tests.engines.vllm.engines import InProcessEngine
@@ -131,6 +148,7 @@ def main(model: Path, arguments: dict[str, Any], options: dict[str, Any]) -> Non
         kv_transfer_config={
             "kv_connector": "MooncakeStoreConnector",
             "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": options,
         },
         **arguments,

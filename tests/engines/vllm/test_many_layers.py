@@ -1,16 +1,17 @@
 """A model of 32 layers over Mooncake's TCP: a value has 32 segments, and a load thousands.
 
 A TCP peer takes 2,048 segments at a time and refuses what comes beyond. vLLM's own connector hands
-the segments over one by one, and its loads of such a model fail. ``python -m
-tests.engines.vllm.in_tree_scenario FOLDER`` runs it on the model and the prompt of this test, with
-vLLM 0.32.0 and Mooncake 0.3.13. It saves all 187 chunks and loads none of them:
+the segments over one by one, and its load of this prompt fails. ``python -m
+tests.engines.vllm.in_tree_scenario FOLDER`` shows it, with vLLM 0.32.0 and Mooncake 0.3.13; the
+187 chunks are all saved before:
 
-- As it is by default, "Failed to get 119 Mooncake keys from sub-batch (batch_keys=187...)" with the
-  code -800, "Failing 1 request(s) due to KV load failure": the request ends without any token.
-- With ``kv_load_failure_policy: recompute``, "Failed to complete transfers after 60000
-  milliseconds"; from then on all 187 keys fail about once a second, "Recovered from KV load
-  failure: 1 request(s) rescheduled (5984 tokens affected)" each time. There was no answer after
-  90 s, nor, in another run, after 300 s.
+- As it is by default, in three of three runs: "Failed to get 121 Mooncake keys from sub-batch
+  (batch_keys=187 ...)", each with the code -800, then "Failing 1 request(s) due to KV load
+  failure": the request ends without any token.
+- With ``kv_load_failure_policy: recompute``, in four of six runs: "Failed to complete transfers
+  after 60000 milliseconds", and from then on all 187 keys fail about once a second, "Recovered from
+  KV load failure: 1 request(s) rescheduled (5984 tokens affected)" each time, with no answer within
+  90 s. In the other two a second load brought what the first had not.
 """
 
 from __future__ import annotations
