@@ -144,6 +144,36 @@ def test_each_store_of_a_process_has_its_own_time_limit() -> None:
             store.close()
 
 
+FORKS = """
+import os, sys
+from kvtide.errors import StoreOpenError
+from kvtide.stores import open_store
+open_store(sys.argv[1]).close()
+child = os.fork()
+if child == 0:
+    try:
+        open_store(sys.argv[1])
+    except StoreOpenError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+open_store(sys.argv[1]).close()
+"""
+
+
+def test_a_child_of_a_process_that_used_mooncake_is_refused() -> None:
+    """Its client would hang in the making; the parent goes on."""
+    with MooncakePool() as pool:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS, pool.url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert "start the process with spawn" in done.stdout
+
+
 ENDS_IN_A_CALL = """
 import sys, threading, time
 from kvtide.stores import open_store, url_for_lookups

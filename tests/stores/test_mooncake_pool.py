@@ -304,8 +304,28 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_rest(tmp_path: Path
     assert "at least" in size
 
 
+def a_file(**changes: object) -> str:
+    """Return the file of a pool with some entries changed."""
+    process = {"pid": 1, "start_ticks": 1, "boot_id": "x"} | changes.pop("process", {})  # type: ignore[operator]
+    return json.dumps({"version": 1, "settings": {}, "master": process, "owner": None} | changes)
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"version": 2}', '{"version": 1, "settings": {"x": 1}}']
+    "text",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"version": 2}',
+        '{"version": 1, "settings": {"x": 1}}',
+        a_file(settings={"port": "abc"}),
+        a_file(process={"pid": "x"}),
+        a_file(process={"pid": -1}),
+        a_file(process={"pid": 10**20}),
+    ],
+    ids=range(11),
 )
 def test_a_damaged_file_is_refused_with_the_remedy(pool: LocalPool, text: str) -> None:
     """By every command: processes might be lost sight of."""

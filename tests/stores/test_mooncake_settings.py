@@ -49,7 +49,7 @@ def test_every_parameter_is_read(no_devices: Path) -> None:
     """Every parameter is read."""
     (no_devices / "mlx5_0").mkdir(parents=True)
     settings = read(
-        "mooncake://h:1?protocol=rdma&metadata=http://m:8080/metadata&device=mlx5_0&segment=1MiB"
+        "mooncake://h:1?protocol=rdma&metadata=http://m:8080/metadata&device=mlx5_0&segment=32MiB"
         "&buffer=512MiB&tenant=blue&preferred_segment=h:2&replicas=2&hostname=10.0.0.7"
         "&setup_timeout_ms=2500&call_timeout_ms=1500"
     )
@@ -59,7 +59,7 @@ def test_every_parameter_is_read(no_devices: Path) -> None:
         metadata="http://m:8080/metadata",
         protocol="rdma",
         device="mlx5_0",
-        segment_bytes=1 << 20,
+        segment_bytes=32 << 20,
         buffer_bytes=512 << 20,
         tenant="blue",
         preferred_segment="h:2",
@@ -89,6 +89,12 @@ def test_every_parameter_is_read(no_devices: Path) -> None:
         ("mooncake://h:1?setup_timeout_ms=soon", ["'setup_timeout_ms'", "milliseconds"]),
         ("mooncake://h:1?protocol=rdma", ["device=mlx5_0", "device=auto", "none"]),
         ("mooncake://h:1?protocol=rdma&device=mlx5_0", ["no RDMA device", "protocol=tcp"]),
+        ("mooncake://h:1?segment=1MiB", ["less than Mooncake takes", "16MiB"]),
+        ("mooncake://h:1?buffer=900TiB", ["a buffer", "free here"]),
+        ("mooncake://h:1?metadata=redis://h:1", ["metadata service", "P2PHANDSHAKE"]),
+        ("mooncake://h:1?tenant=bl%C3%BC", ["tenant has characters"]),
+        ("mooncake://me:secret@h:1", ["no user or password"]),
+        ("mooncake:///dev/null", ["/dev/null", "no file"]),
         ("mooncake://", ["HOST:PORT", CONFIG_VARIABLE]),
         ("mooncake:///nowhere/mooncake.json", ["/nowhere/mooncake.json", "cannot be read"]),
     ],
@@ -175,10 +181,15 @@ class TestFiles:
             ({}, "HOST:PORT"),
             (MASTER | {"protocol": "tcp", "mode": "both"}, "'both'"),
             (
-                MASTER | {"protocol": "tcp", "mode": "standalone-store", "global_segment_size": 1},
+                MASTER
+                | {"protocol": "tcp", "mode": "standalone-store", "global_segment_size": GIB},
                 "needs global_segment_size 0",
             ),
             (MASTER | {"protocol": "tcp", "global_segment_size": "lots"}, "'lots'"),
+            (MASTER | {"protocol": "tcp", "global_segment_size": "9" * 500 + "GB"}, "a size"),
+            (MASTER | {"protocol": "tcp", "global_segment_size": 10**400}, "a size"),
+            (MASTER | {"protocol": "tcp", "global_segment_size": "1kb"}, "less than"),
+            (MASTER | {"protocol": "tcp", "metadata_server": "etcd://h:1"}, "metadata service"),
         ],
     )
     def test_faults_name_the_file_or_the_entry(
@@ -189,7 +200,8 @@ class TestFiles:
         with pytest.raises(ConfigError, match=said):
             read("mooncake://?protocol=tcp")
 
-    def test_no_json_is_said(self, write: Path) -> None:
-        write.write_text("{")
+    @pytest.mark.parametrize("text", ["{", "[" * 100_000])
+    def test_no_json_is_said(self, write: Path, text: str) -> None:
+        write.write_text(text)
         with pytest.raises(ConfigError, match="cannot be read"):
             read("mooncake://")

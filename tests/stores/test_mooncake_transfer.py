@@ -169,6 +169,15 @@ def test_what_does_not_fit_into_the_buffer_goes_in_several_calls_or_as_it_is(
     check_round_trip(counted, memory, [[750_000] * 2], [[500_000] * 3])
 
 
+def test_a_value_of_any_number_of_segments_is_one_to_the_client(
+    client: MooncakeClient, memory: np.ndarray
+) -> None:
+    """More than the client can have in line, larger than the buffer: and the next ones go on."""
+    counted = Counted(client, gathers=True)
+    check_round_trip(counted, memory, [[100] * 30_000], [[1_500_000, 1_500_000]])
+    check_round_trip(counted, memory, [[100]], [[100]])
+
+
 @pytest.mark.parametrize("is_first_single", [True, False])
 def test_of_equal_keys_the_first_value_is_put_and_each_is_read(
     client: MooncakeClient, memory: np.ndarray, is_first_single: bool

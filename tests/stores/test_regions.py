@@ -68,3 +68,23 @@ def test_what_is_no_buffer_is_refused() -> None:
         aligned_buffer(0)
     with pytest.raises(ValueError, match="contiguous"):
         region_of(np.zeros((4, 4))[:, 0])
+
+
+@pytest.mark.parametrize("num_keys", [1, 30])
+def test_an_address_at_the_top_is_outside(num_keys: int) -> None:
+    """Its end would wrap around to a small number."""
+    regions = RegionSet()
+    regions.add(Region(4096, 4096))
+    batch = Batch(["a"] * num_keys, [[2**64 - 1]] * num_keys, [[10]] * num_keys)
+    with pytest.raises(UnregisteredMemoryError):
+        regions.check(batch)
+
+
+def test_gaps_are_what_is_not_registered_yet() -> None:
+    """In front of, between and behind what is, and nothing where all of it is."""
+    regions = RegionSet()
+    for start in (100, 300):
+        regions.add(Region(start, 100))
+    assert regions.gaps_in(Region(50, 400)) == [Region(50, 50), Region(200, 100), Region(400, 50)]
+    assert regions.gaps_in(Region(120, 60)) == []
+    assert regions.gaps_in(Region(500, 10)) == [Region(500, 10)]

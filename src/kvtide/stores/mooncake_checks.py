@@ -9,7 +9,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from kvtide.stores.machine_memory import available_memory_bytes
-from kvtide.stores.mooncake_programs import LEAST_SEGMENT_BYTES, PoolSettings
+from kvtide.stores.mooncake_programs import PoolSettings
+from kvtide.stores.mooncake_settings import LEAST_SEGMENT_BYTES
 from kvtide.stores.ports import is_free, listeners
 from kvtide.units import format_size
 

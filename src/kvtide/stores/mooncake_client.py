@@ -127,11 +127,17 @@ def connect(settings: MooncakeSettings) -> MooncakeClient:
             or the package is missing.
     """
     module = mooncake_module()
+    if _pids and os.getpid() not in _pids:
+        raise StoreOpenError(
+            f"this process was forked from one ({_pids[0]}) that had used Mooncake, whose client"
+            " does not survive that: start the process with spawn"
+        )
     _set_environment(settings)
     deadline_s = time.monotonic() + settings.setup_timeout_s
     own_address = _own_address(settings, deadline_s)
     for _ in range(_SETUP_TRIES):
         native = module.MooncakeDistributedStore()
+        _pids[:] = [os.getpid()]
         tried_at_s = time.monotonic()
         if _set_up(native, settings, settings.hostname or own_address) == OK:
             return MooncakeClient(native, settings)
@@ -179,6 +185,8 @@ def _set_environment(settings: MooncakeSettings) -> None:
             os.environ[name] = _set_before[name] = str(value)
 
 
+_pids: list[int] = []
+"""The process that made a client: a child forked from it would hang in making one."""
 _set_before: dict[str, str] = {}
 """What this process's last client was told: it is not the operator's, and the next may differ."""
 
@@ -193,10 +201,10 @@ def _own_address(settings: MooncakeSettings, give_up_at_s: float) -> str:
         try:
             with _dial(settings, max(0.1, give_up_at_s - time.monotonic())) as connection:
                 return str(connection.getsockname()[0])
-        except socket.gaierror as error:
+        except (socket.gaierror, UnicodeError) as error:
             raise StoreOpenError(
                 f"the Mooncake master's host {settings.master_host!r} is not known here"
-                f" ({error.strerror}): correct {settings.source}"
+                f" ({getattr(error, 'strerror', error)}): correct {settings.source}"
             ) from error
         except OSError as error:
             if time.monotonic() + _POLL_S > give_up_at_s:

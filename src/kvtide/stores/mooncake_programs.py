@@ -19,8 +19,6 @@ from kvtide.stores.processes import ProcessId
 
 MASTER, OWNER = "mooncake_master", "mooncake_client"
 """The names of the two programs in the package."""
-LEAST_SEGMENT_BYTES = 16 << 20
-"""What Mooncake's client can make a segment of."""
 START_TIMEOUT_S = 20.0
 """A master starts in 0.1 to 1.2 s and an owner in 0.1 s: one that takes this long hangs."""
 

@@ -19,10 +19,14 @@ AUTO_DEVICE = "auto"
 DEFAULT_BUFFER_BYTES = 16 << 20
 DEFAULT_TENANT = "default"
 MAX_REPLICAS = 16
+LEAST_SEGMENT_BYTES = 16 << 20
+"""The smallest segment that Mooncake takes."""
 _MAX_PORT = 65535
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _FILE_UNITS = {"gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, "": 1}
-_FILE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(gb|mb|kb|b|)")
+_FILE_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(gb|mb|kb|b|)")
+_MOST_BYTES = 1 << 60
+_METADATA = re.compile(r"P2PHANDSHAKE|https?://\S+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ def read_settings(url: StoreUrl) -> MooncakeSettings:
         reader.fault(f"the parameter 'protocol': {protocol!r} is not one of {', '.join(PROTOCOLS)}")
     if protocol == "rdma":
         _check_device(str(values.get("device", "")), reader)
-    _check_segment(int(values.get("segment_bytes", 0)), reader)
+    _check_memory(values, reader)
+    _check_texts(values, reader)
     reader.finish()
     if values.get("device") == AUTO_DEVICE or protocol != "rdma":
         values["device"] = ""
@@ -133,6 +138,9 @@ def _address(url: StoreUrl, reader: UrlReader) -> _Values:
 
 def _master_address(text: str, reader: UrlReader) -> _Values:
     host, _, port = text.rpartition(":")
+    if "@" in host:
+        reader.fault("a Mooncake master takes no user or password: write mooncake://HOST:PORT")
+        return {"master_host": "", "master_port": 0}
     is_port = port.isdecimal() and len(port) <= len(str(_MAX_PORT)) and 0 < int(port) <= _MAX_PORT
     if not host or not is_port:
         reader.fault(
@@ -152,9 +160,12 @@ def _file_values(url: StoreUrl, reader: UrlReader) -> _Values:
             f" {CONFIG_VARIABLE} to the JSON file that vLLM's MooncakeStoreConnector reads"
         )
         return nowhere
+    if not Path(path).is_file():
+        reader.fault(f"the Mooncake configuration {path} cannot be read: it is no file")
+        return nowhere
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reader.fault(f"the Mooncake configuration {path} cannot be read: {error}")
         return nowhere
     if not isinstance(data, dict):
@@ -184,7 +195,7 @@ def _values_of(data: Mapping[str, object], path: str, reader: UrlReader) -> _Val
 
 def _file_size(value: object, name: str, path: str, reader: UrlReader) -> int:
     """Return a size as vLLM reads it: GB, MB and KB are powers of 1024 there."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
         return value
     match = _FILE_SIZE.fullmatch(str(value).strip().lower()) if isinstance(value, str) else None
     if match is None:
@@ -211,13 +222,35 @@ def _check_device(device: str, reader: UrlReader) -> None:
             )
 
 
-def _check_segment(segment_bytes: int, reader: UrlReader) -> None:
-    if not segment_bytes:
-        return
-    free_bytes = available_memory_bytes()
-    if segment_bytes > free_bytes:
+def _check_memory(values: _Values, reader: UrlReader) -> None:
+    segment_bytes = int(values.get("segment_bytes", 0))
+    wanted = (
+        ("a segment", segment_bytes, "segment in the URL, global_segment_size in a file"),
+        ("a buffer", int(values.get("buffer_bytes", 0)), "buffer in the URL"),
+    )
+    free_bytes = available_memory_bytes() if any(size for _, size, _ in wanted) else 0
+    for what, size, where in wanted:
+        if size > free_bytes:
+            reader.fault(
+                f"{what} of {format_size(size)} is more than the {format_size(free_bytes)} of"
+                f" memory that are free here: make it smaller ({where})"
+            )
+    if 0 < segment_bytes < LEAST_SEGMENT_BYTES:
         reader.fault(
-            f"a segment of {format_size(segment_bytes)} is more than the"
-            f" {format_size(free_bytes)} of memory that are free here: give less to the pool"
-            " (segment in the URL, global_segment_size in a file)"
+            f"a segment of {format_size(segment_bytes)} is less than Mooncake takes: give"
+            f" {format_size(LEAST_SEGMENT_BYTES)} or more, or none"
+        )
+
+
+def _check_texts(values: _Values, reader: UrlReader) -> None:
+    for name, value in values.items():
+        if not isinstance(value, str) or name == "source":
+            continue
+        if not (value.isascii() and value.isprintable()):
+            reader.fault(f"{name} has characters that Mooncake does not take: {value!r}")
+    metadata = str(values.get("metadata", "P2PHANDSHAKE"))
+    if not _METADATA.fullmatch(metadata):
+        reader.fault(
+            f"the metadata service {metadata!r} is not one that kvtide uses: P2PHANDSHAKE, or"
+            " http://HOST:PORT/metadata"
         )

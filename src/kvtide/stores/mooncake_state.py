@@ -14,6 +14,7 @@ from kvtide.stores.processes import ProcessId
 PROGRAMS = ("master", "owner")
 """What a pool consists of, in the order in which they start."""
 _VERSION = 1
+_MOST = 1 << 60
 
 
 class ProgramState(Enum):
@@ -72,7 +73,7 @@ class PoolState:
             return cls._parse(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({error!r}): end the processes whose pids are in the files"
                 " *.pid beside it, if they are a pool's, and remove it"
@@ -86,7 +87,13 @@ class PoolState:
         data["settings"] = PoolSettings(**data["settings"])
         for name in PROGRAMS:
             data[name] = ProcessId(**data[name]) if data[name] else None
-        return cls(**data)
+        state = cls(**data)
+        numbers = [state.settings.port, state.settings.metrics_port, state.settings.segment_bytes]
+        for process in state.processes.values():
+            numbers += [process.pid, process.start_ticks]
+        if not all(type(number) is int and 0 < number < _MOST for number in numbers):
+            raise ValueError("what should be a number is none, or none that can be")
+        return state
 
     @staticmethod
     def remove(folder: Path) -> None:

@@ -45,8 +45,8 @@ class MooncakeTransfer:
     """Puts and gets batches through ``client``; ``ask`` stands around each native call.
 
     ``gathers``, over TCP: values of several segments pass through a buffer of ``gather_bytes``, one
-    call at a time; a larger value is handed over segment by segment. An owner that hangs costs a
-    batch half a minute at most, and nothing is read or written after the batch has ended.
+    call at a time; a larger value gets a buffer of its own for the call. An owner that hangs costs
+    a batch half a minute at most, and nothing is read or written after the batch has ended.
     """
 
     def __init__(
@@ -115,20 +115,22 @@ class MooncakeTransfer:
     def _put(self, part: Batch) -> list[int]:
         if _has_one_segment_each(part):
             return self._ask(len(part), lambda: self._client.put(part))
-        if not self._can_gather(part):
+        if not self._gathers:
             return self._ask(len(part), lambda: self._client.put_segments(part))
         with self._lock:
-            whole = self._whole(part)
+            buffer = self._gather_buffer(part.total_bytes)
+            whole = _as_one_segment(part, buffer)
             gather_values(whole.addresses[0][0], part.addresses, part.sizes)
             return self._ask(len(part), lambda: self._client.put(whole))
 
     def _get(self, part: Batch) -> list[int]:
         if _has_one_segment_each(part):
             return self._ask(len(part), lambda: self._client.get(part))
-        if not self._can_gather(part):
+        if not self._gathers:
             return self._ask(len(part), lambda: self._client.get_segments(part))
         with self._lock:
-            whole = self._whole(part)
+            buffer = self._gather_buffer(part.total_bytes)
+            whole = _as_one_segment(part, buffer)
             answers = self._ask(len(part), lambda: self._client.get(whole))
             is_whole = [code == size for code, (size,) in zip(answers, whole.sizes, strict=True)]
             if all(is_whole):
@@ -138,19 +140,27 @@ class MooncakeTransfer:
                 scatter(whole.addresses[index][0], part.addresses[index], part.sizes[index])
             return answers
 
-    def _can_gather(self, part: Batch) -> bool:
-        return self._gathers and part.total_bytes <= self._gather_bytes
+    def _gather_buffer(self, num_bytes: int) -> ByteArray:
+        """Return memory for a call: the registered buffer, or where that is too small another.
 
-    def _whole(self, part: Batch) -> Batch:
-        """Return the same keys with one segment each, one after the other in the buffer."""
+        Over TCP the client takes any memory. More than 16,384 segments in line would end all that
+        it puts from then on, so however many a value has, the client sees one.
+        """
+        if num_bytes > self._gather_bytes:
+            return aligned_buffer(num_bytes)
         if self._buffer is None:
             buffer = aligned_buffer(self._gather_bytes)
             if not self._client.register(region_of(buffer)):
                 raise StoreOpenError("Mooncake refuses the buffer that segments are gathered in")
             self._buffer = buffer
-        lengths = [part.value_bytes(index) for index in range(len(part))]
-        starts = (int(self._buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()
-        return Batch(part.keys, [(start,) for start in starts], [(size,) for size in lengths])
+        return self._buffer
+
+
+def _as_one_segment(part: Batch, buffer: ByteArray) -> Batch:
+    """Return the same keys with one segment each, one after the other in ``buffer``."""
+    lengths = [part.value_bytes(index) for index in range(len(part))]
+    starts = (int(buffer.ctypes.data) + np.cumsum([0, *lengths[:-1]])).tolist()
+    return Batch(part.keys, [(start,) for start in starts], [(size,) for size in lengths])
 
 
 def _refused(answers: Sequence[int]) -> list[int]:

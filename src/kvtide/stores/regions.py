@@ -91,8 +91,9 @@ class _Bounds:
         self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
         ends = self._end_array[np.searchsorted(self._start_array, addresses, side="right")]
-        # ``ends - addresses`` would wrap for an address past its span; the sum does not.
-        inside: npt.NDArray[np.bool_] = (sizes == 0) | (addresses + sizes <= ends)
+        # ``addresses + sizes`` would wrap near the top, ``ends - addresses`` past the span's end.
+        fits = (addresses <= ends) & (sizes <= ends - addresses)
+        inside: npt.NDArray[np.bool_] = (sizes == 0) | fits
         return inside
 
 
