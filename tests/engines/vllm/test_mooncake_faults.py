@@ -22,12 +22,14 @@ from kvtide.stores.mooncake_client import MooncakeClient
 from kvtide.testing import Arena, value_of
 from kvtide.testing.mooncake import MooncakePool
 from tests.engines.vllm.engines import BLOCK, InProcessEngine, engine, prompt_of
+from tests.stores.mooncake_pools import RawClient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 PROMPT_TOKENS = 400
 WHOLE = PROMPT_TOKENS // BLOCK * BLOCK
 NUM_PROMPTS = 16
+POOL_BYTES = 64 << 20
 LEASE_MS = 300
 AT_ONCE_S = 8.0
 """An answer takes 0.2 s, on a busy machine more; a call that hangs takes 30 s."""
@@ -104,7 +106,9 @@ def answers(model: Path) -> list[Prompt]:
 def broken(model: Path, answers: list[Prompt]) -> Iterator[Broken]:
     """An engine on a pool that is soon to be broken, which gives up a silent owner after 2 s."""
     with (
-        MooncakePool(lease_ms=LEASE_MS, master_flags={"client_ttl": 2}) as pool,
+        MooncakePool(
+            segment_bytes=POOL_BYTES, lease_ms=LEASE_MS, master_flags={"client_ttl": 2}
+        ) as pool,
         engine(model, pool.url, options=OPTIONS) as one,
     ):
         yield Broken(one, pool, iter(answers))
@@ -201,6 +205,20 @@ def test_with_a_master_that_hangs_lookups_are_misses_after_their_wait(broken: Br
         assert late() + timed_out() >= 1
         broken.forget()
         assert outages() == 1
+    broken.assert_resumes(new)
+
+
+def test_a_pool_without_room_costs_no_request_and_is_used_again_when_it_has(
+    broken: Broken,
+) -> None:
+    """All of it is taken by values that nobody may evict; then they go."""
+    new, refused = next(broken.prompts), broken.counted("no_space_jobs")
+    with closing(RawClient(broken.pool)) as raw:
+        raw.clear(taken_bytes=POOL_BYTES)
+        assert broken.ask(new) == 0
+        broken.forget()
+        assert refused() > 0
+        raw.clear()
     broken.assert_resumes(new)
 
 
