@@ -24,6 +24,11 @@ class SharedMooncake:
         self._pool = pool
         self._raw = raw
 
+    @property
+    def metrics_address(self) -> str:
+        """Where the master answers, but not as one."""
+        return f"{self._pool.host}:{self._pool.metrics_port}"
+
     def emptied(self) -> str:
         """Return the pool's URL; it holds nothing now."""
         self._raw.clear()

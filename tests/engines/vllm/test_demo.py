@@ -26,7 +26,8 @@ from kvtide.engines.vllm.demo_run import (
     RunSpec,
     engine_arguments,
 )
-from kvtide.errors import ConfigError, EngineRunError
+from kvtide.errors import ConfigError, EngineRunError, StoreOpenError
+from tests.engines.vllm.pools import SharedMooncake
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,29 @@ def test_a_store_that_cannot_serve_is_refused_before_an_engine_starts(
         run_demo(store=url.format(tmp_path), runner=runner)
     assert runner.specs == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mooncake_pool_is_found_without_a_word(
+    mooncake: SharedMooncake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its client says a dozen lines on stderr, which only hide the demo's own."""
+    runner = FakeRunner()
+    url = mooncake.emptied()
+    capfd.readouterr()
+    run_demo(store=url, runner=runner)
+    assert [spec.store for spec in runner.specs] == [url, url, None]
+    assert capfd.readouterr().err == ""
+
+
+def test_why_a_mooncake_pool_cannot_be_opened_is_said(
+    mooncake: SharedMooncake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Kvtide's message says what to do, and the client's lines stay."""
+    runner = FakeRunner()
+    with pytest.raises(StoreOpenError, match="does not answer as a Mooncake master"):
+        run_demo(store=f"mooncake://{mooncake.metrics_address}?call_timeout_ms=1000", runner=runner)
+    assert runner.specs == []
+    assert "client_service.cpp" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("odd_one", ["cold", "warm", "plain"])

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +30,7 @@ OUTPUT_TOKENS = 24
 """Fewer would prove little: with random weights the first tokens often agree by chance."""
 
 WARMUP_TOKENS = 2 * BLOCK_SIZE
+_STDERR = 2
 POOL_SIZE = "512MiB"
 
 Runner = Callable[[RunSpec, Path], RunResult]
@@ -153,7 +156,26 @@ def _check_store(url: str) -> None:
             f"--store {url}: a memory:// store lives in one process, and the demo runs three: use "
             "for instance --store 'local:///dev/shm/kvtide?size=1GiB'"
         )
-    open_store(url).close()
+    with _hushed():
+        open_store(url).close()
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Hold back what native code says on stderr, unless it fails: then its lines tell why."""
+    with tempfile.TemporaryFile() as said:
+        sys.stderr.flush()
+        stderr = os.dup(_STDERR)
+        os.dup2(said.fileno(), _STDERR)
+        try:
+            yield
+        except BaseException:
+            said.seek(0)
+            os.write(stderr, said.read())
+            raise
+        finally:
+            os.dup2(stderr, _STDERR)
+            os.close(stderr)
 
 
 def _own_model(logs: Path, progress: Progress) -> Path:
