@@ -210,7 +210,8 @@ def main() -> None:
                 rows = list(case_rows(around, options.seconds, options.turns))
         except StoreOpenError as error:
             rows = [left_out(BENCH, str(error))]
-    print(f"written: {report(BENCH, rows)}")
+    name = f"{BENCH}_asking_first" if options.asking_first else BENCH
+    print(f"written: {report(name, rows)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What values of many segments cost on a Mooncake pool over TCP, put and got.
 
-    python benchmarks/bench_mooncake_transfer.py [--rounds 15]
+    python benchmarks/bench_mooncake_transfer.py [--rounds 24]
 
 A value of a KV cache has a segment for each layer. The peer is the way of vLLM's in-tree connector:
 all segments are handed to Mooncake's client, which sends each on its own. kvtide's store *gathers*
@@ -212,8 +212,9 @@ def all_rows(rounds: int) -> Iterator[Row]:
         sides = Sides(pool)
         try:
             for value_bytes, num_keys, judged in CASES:
-                yield from transfer_rows(sides, value_bytes, num_keys, rounds, judged=judged)
-            yield from present_rows(sides, 128, 3 * rounds)
+                num_rounds = rounds if judged else max(1, rounds // 2)
+                yield from transfer_rows(sides, value_bytes, num_keys, num_rounds, judged=judged)
+            yield from present_rows(sides, 128, 2 * rounds)
         finally:
             sides.close()
 
@@ -221,7 +222,7 @@ def all_rows(rounds: int) -> Iterator[Row]:
 def main() -> None:
     """Run every case and write build/bench/mooncake_transfer.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=24)
     options = parser.parse_args()
     try:
         mooncake_module()
