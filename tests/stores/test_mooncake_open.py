@@ -183,8 +183,11 @@ def call():
     arena = Arena(store, 1 << 20)
     arena.put([("a", bytes(1 << 20))])
     while True:
-        arena.get([("a", 1 << 20)])
-        store.exists(["a"] * 100)
+        try:
+            arena.get([("a", 1 << 20)])
+            store.exists(["a"] * 100)
+        except StoreClosedError:  # to print it while Python ends could end it for good
+            return
 for _ in range(3):
     threading.Thread(target=call, daemon=True).start()
 time.sleep(0.5)
