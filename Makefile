@@ -20,12 +20,12 @@ demo: $(VENV)/.vllm $(VENV)/.mooncake ## see a prompt loaded from the pool inste
 	@echo "==> kvtide demo: three vLLM engines, one after another (about 2 min)"
 	@$(VENV)/bin/kvtide demo $(DEMO_ARGS)
 
-test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (15-20 min; first time 2 more)
-	@echo "==> pytest: the whole suite, vLLM end to end included (15-20 min)"
+test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (20-30 min; first time 2 more)
+	@echo "==> pytest: the whole suite, vLLM end to end included (20-30 min)"
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.test ## run the tests that need no engine (1-2 min)
-	@echo "==> pytest: without vLLM (1-2 min)"
+test-fast: $(VENV)/.test ## run the tests that need no engine (4-6 min)
+	@echo "==> pytest: without vLLM (4-6 min)"
 	@$(VENV)/bin/python -m pytest -m "not vllm" $(PYTEST_ARGS)
 
 differential: $(VENV)/.vllm $(VENV)/.test ## compare 60,000 random decisions with vLLM's own, and print the tally (1 min)
