@@ -54,7 +54,7 @@ class ChunkedTokenDatabase:
         hash_block_size: int,
         keys: KeyStyle = PoolKey,
     ) -> ChunkedTokenDatabase:
-        """Return the database of the group and rank that ``metadata`` names."""
+        """Return the database of the group and part that ``metadata`` names."""
         return cls(keys.build_prefix(metadata), block_size, hash_block_size)
 
     @property

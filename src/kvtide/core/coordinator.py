@@ -27,6 +27,7 @@ from kvtide.core.keys import HashWindow, KeyMetadata, KeyStyle, PoolKey
 from kvtide.core.lookup import LookupQuery, drive, lookup
 from kvtide.core.retention import Retention
 from kvtide.core.search import Boundaries
+from kvtide.core.topology import WHOLE, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,18 +265,25 @@ class Coordinator:
         return num_blocks
 
     def databases(
-        self, namespace: str, ranks: range, keys: KeyStyle = PoolKey
+        self,
+        namespace: str,
+        parts: Sequence[Sequence[Part]] | None = None,
+        keys: KeyStyle = PoolKey,
     ) -> list[list[ChunkedTokenDatabase]]:
-        """Return per group one database per rank, under one namespace."""
+        """Return per group one database per part of its chunks, under one namespace.
+
+        ``parts`` has those of each group; by default one rank has everything.
+        """
+        parts = parts if parts is not None else ((WHOLE,),) * len(self.groups)
         return [
             [
                 ChunkedTokenDatabase.for_group(
-                    KeyMetadata(namespace, rank, group_id),
+                    KeyMetadata(namespace, part, group_id),
                     block_size=group.block_size,
                     hash_block_size=self.hash_block_size,
                     keys=keys,
                 )
-                for rank in ranks
+                for part in parts[group_id]
             ]
             for group_id, group in enumerate(self.groups)
         ]

@@ -2,8 +2,8 @@
 
 A pool key is ``<prefix>@<hash in hex>``. The hash names the tokens (and all tokens before them);
 the prefix names everything else that decides what the bytes are: the fingerprint of the
-:class:`CacheIdentity`, the rank and the KV cache group. Whatever the identity covers cannot
-collide, so a wrong name costs a miss and never a wrong byte.
+:class:`CacheIdentity`, the :class:`~kvtide.core.topology.Part` of the chunk and the KV cache group.
+Whatever the identity covers cannot collide, so a wrong name costs a miss and never a wrong byte.
 
 How a prefix is written is a :class:`KeyStyle`. kvtide's own is :class:`PoolKey`;
 :class:`VllmPoolKey` writes what vLLM's in-tree store connector writes, without a fingerprint.
@@ -15,7 +15,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, overload
+from typing import Protocol, overload
+
+from kvtide.core.topology import Part
 
 KEY_FORMAT_VERSION = 1
 """Raised whenever the bytes behind an otherwise equal key would change."""
@@ -186,22 +188,21 @@ class CacheIdentity:
 
 @dataclass(frozen=True, slots=True)
 class KeyMetadata:
-    """Whose bytes a key names: the namespace, the rank and the group.
+    """Whose bytes a key names: the namespace, the part of the chunk and the group.
 
-    ``namespace`` is what the scheduler hands out per prefix id (see :func:`namespace_for`);
-    ``rank`` counts the ranks that hold different bytes.
+    ``namespace`` is what the scheduler hands out per prefix id (see :func:`namespace_for`).
     """
 
     namespace: str
-    rank: int
+    part: Part
     group_id: int
 
 
 class KeyStyle(Protocol):
-    """How the part of a key is written that all chunks of one rank and group share."""
+    """How the beginning of a key is written that all chunks have in common, per part and group."""
 
     def build_prefix(self, metadata: KeyMetadata) -> str:
-        """Return that part for the rank and group that ``metadata`` names."""
+        """Return that beginning for the part and group that ``metadata`` names."""
 
 
 class PoolKey:
@@ -209,8 +210,12 @@ class PoolKey:
 
     @staticmethod
     def build_prefix(metadata: KeyMetadata) -> str:
-        """Return the part of a key that all chunks of one rank and group share."""
-        return f"{metadata.namespace}@rank:{metadata.rank}@group:{metadata.group_id}"
+        """Return the beginning of a key that all chunks have in common."""
+        part = metadata.part
+        return (
+            f"{metadata.namespace}@pp:{part.pp_rank}@shard:{part.shard_id}@dcp:{part.dcp_rank}"
+            f"@group:{metadata.group_id}"
+        )
 
     @staticmethod
     def build_key_string(prefix: str, chunk_hash_hex: str) -> str:
@@ -218,40 +223,21 @@ class PoolKey:
         return f"{prefix}@{chunk_hash_hex}"
 
 
-class RankPlace(NamedTuple):
-    """Where a rank stands in each of an engine's kinds of parallelism."""
-
-    tp_rank: int = 0
-    pcp_rank: int = 0
-    dcp_rank: int = 0
-    pp_rank: int = 0
-
-
-def vllm_rank_label(place: RankPlace, num_replicas: int = 1) -> str:
-    """Return how vLLM's in-tree store connector names a rank in its keys.
-
-    ``num_replicas`` tensor-parallel ranks in a row hold the same bytes of the group, and share one
-    name.
-    """
-    return (
-        f"@tp_rank:{place.tp_rank // num_replicas}@pcp{place.pcp_rank}"
-        f"@dcp{place.dcp_rank}@pp_rank:{place.pp_rank}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class VllmPoolKey:
     """Writes prefixes as vLLM's in-tree store connector does.
 
-    ``places`` says where each rank stands that holds bytes of its own, by its number.
+    It counts shards in place of tensor parallel ranks, as its own keys do where ranks in a row hold
+    the same bytes. It does not know of prefill-context parallel ranks with copies.
     """
 
-    places: Sequence[RankPlace] = (RankPlace(),)
-
-    def build_prefix(self, metadata: KeyMetadata) -> str:
-        """Return the part of a key that all chunks of one rank and group share."""
-        label = vllm_rank_label(self.places[metadata.rank])
-        return f"{metadata.namespace}{label}@group:{metadata.group_id}"
+    @staticmethod
+    def build_prefix(metadata: KeyMetadata) -> str:
+        """Return the beginning of a key that all chunks have in common."""
+        part = metadata.part
+        return (
+            f"{metadata.namespace}@tp_rank:{part.shard_id}@pcp0@dcp{part.dcp_rank}"
+            f"@pp_rank:{part.pp_rank}@group:{metadata.group_id}"
+        )
 
 
 def namespace_for(cache_prefix: str, identity: CacheIdentity) -> str:

@@ -35,18 +35,21 @@ class Region:
 class GroupLayout:
     """What one block of a KV-cache group holds on one rank.
 
-    ``block_size`` is in tokens. ``segment_bytes`` has one entry per layer of the group, in the
-    order in which the layers are concatenated to the block's payload; ``description`` says how
-    the bytes of a segment are arranged (shape, strides, element type) and is part of the key.
+    ``block_size`` is in tokens. A block is stored as ``values_per_block`` values of one size, one
+    for each part that the rank holds (none where it has no layers of the group). In a value,
+    ``segment_bytes`` has one entry per layer, in the order in which they are concatenated to its
+    payload; ``description`` says how the bytes of a segment are arranged (shape, strides, element
+    type) and is part of the key.
     """
 
     block_size: int
     segment_bytes: tuple[int, ...]
     description: str
+    values_per_block: int = 1
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of one block: all its segments together."""
+        """The payload of one value: all its segments together."""
         return sum(self.segment_bytes)
 
 
@@ -57,7 +60,7 @@ class StoreLayout:
     groups: tuple[GroupLayout, ...]
 
     def describe(self) -> list[list[object]]:
-        """Return the layout as plain data, equal exactly when bytes are exchangeable."""
+        """Return the layout as plain data, equal exactly when values are exchangeable."""
         return [
             [group.block_size, list(group.segment_bytes), group.description]
             for group in self.groups

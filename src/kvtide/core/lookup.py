@@ -4,7 +4,7 @@ A generator, so that it does no I/O: it yields keys to check, is sent one boolea
 returns a :class:`LookupHit`. The runtime drives it against a store off the scheduling thread;
 tests and :func:`~kvtide.core.coordinator.find_longest_cache_hit` drive it with a function.
 
-*Which* chunks are asked for is decided in ``search``; here they get their keys, one per rank.
+*Which* chunks are asked for is decided in ``search``; here they get their keys, one per part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.keys import HashWindow
+from kvtide.core.probes import MAX_PROBE_KEYS, leading
 from kvtide.core.search import Ask, Boundaries, Found, SearchRange, search
 
 Questions: TypeAlias = "Generator[list[str], Sequence[bool], LookupHit]"
@@ -61,8 +62,8 @@ def lookup(
 ) -> Questions:
     """Yield lists of keys to check and return the longest hit.
 
-    ``databases[g]`` has one database per rank whose part of group ``g`` a hit needs: a chunk
-    counts only where all of them have it.
+    ``databases[g]`` has one database for each part of group ``g``'s chunks: a chunk counts only
+    where all of them are present.
     """
     steps = search(boundaries, SearchRange(query.start_token, query.end_token, len(query.hashes)))
     sentinel_keys = _sentinel_keys(query, boundaries, databases)
@@ -74,7 +75,7 @@ def lookup(
         except StopIteration as stop:
             found: Found = stop.value
             break
-        answers, present = yield from _ask_ranks(query, ask, databases, sentinel_keys)
+        answers, present = yield from _ask_parts(query, ask, databases, sentinel_keys)
         sentinels_present = sentinels_present and present
         sentinel_keys = []
     if sentinel_keys:
@@ -87,37 +88,46 @@ def _sentinel_keys(
     boundaries: Boundaries,
     databases: Sequence[Sequence[ChunkedTokenDatabase]],
 ) -> list[str]:
-    for group, ranks in zip(boundaries.groups, databases, strict=True):
+    for group, parts in zip(boundaries.groups, databases, strict=True):
         if group.is_downward_closed:
-            return [ranks[0].key_for(value) for value in query.sentinel_hashes]
+            return [part.key_for(value) for part in parts for value in query.sentinel_hashes]
     return []
 
 
-def _ask_ranks(
+def _ask_parts(
     query: LookupQuery,
     ask: Ask,
     databases: Sequence[Sequence[ChunkedTokenDatabase]],
     sentinel_keys: list[str],
 ) -> Generator[list[str], Sequence[bool], tuple[list[bool], bool]]:
-    """Return which chunks all ranks have, and whether the sentinels are there.
+    """Return which chunks have all their parts, and whether the sentinels are there.
 
-    The first rank decides which chunks the others are asked for. The sentinels ride on the first
-    batch: they cost no call of their own.
+    The first part decides which chunks the others are asked for, all of them in one list. The
+    sentinels ride on the first batch: they cost no call of their own.
     """
     first, *others = databases[ask.group_id]
     num_sentinels = len(sentinel_keys)
     answers = yield sentinel_keys + first.keys_at(query.hashes, ask.hash_indexes)
     sentinels_present = all(answers[:num_sentinels])
     present = list(answers[num_sentinels:])
-    for database in others:
-        places = [place for place, is_present in enumerate(present) if is_present]
-        if not places:
+    step = max(1, MAX_PROBE_KEYS // len(others)) if others else 1
+    places = _worth_asking(present, ask)
+    while others and places:
+        asked, places = places[:step], places[step:]
+        indexes = [ask.hash_indexes[place] for place in asked]
+        answers = yield [key for part in others for key in part.keys_at(query.hashes, indexes)]
+        for number, place in enumerate(asked):
+            present[place] = all(answers[number :: len(asked)])
+        if ask.up_to_gap and not all(present[place] for place in asked):
             break
-        indexes = [ask.hash_indexes[place] for place in places]
-        answers = yield database.keys_at(query.hashes, indexes)
-        for place, is_present in zip(places, answers, strict=True):
-            present[place] = is_present
     return present, sentinels_present
+
+
+def _worth_asking(present: Sequence[bool], ask: Ask) -> Sequence[int]:
+    """Return the places of an answer at which other parts may still change something."""
+    if ask.up_to_gap:
+        return range(leading(present))
+    return [place for place, is_present in enumerate(present) if is_present]
 
 
 def drive(questions: Questions, exists: Callable[[list[str]], Sequence[bool]]) -> LookupHit:

@@ -22,10 +22,14 @@ _MAX_RUNGS = 128
 
 
 class Ask(NamedTuple):
-    """A question: which of these hash blocks name a chunk of the group that is present."""
+    """A question: which of these hash blocks name a chunk of the group that is present.
+
+    With ``up_to_gap`` nothing past the first that is absent matters.
+    """
 
     group_id: int
     hash_indexes: Sequence[int]
+    up_to_gap: bool = False
 
 
 Step: TypeAlias = "Generator[Ask, Sequence[bool], int]"
@@ -110,8 +114,9 @@ class ForwardProbe(Probe):
         num_keys = FIRST_PROBE_KEYS
         while chunk < end:
             stop = min(end, chunk + num_keys)
-            answers = yield Ask(self.group_id, range((chunk + 1) * ratio - 1, stop * ratio, ratio))
-            found = _leading(answers)
+            names = range((chunk + 1) * ratio - 1, stop * ratio, ratio)
+            answers = yield Ask(self.group_id, names, up_to_gap=True)
+            found = leading(answers)
             chunk += found
             if found < len(answers):
                 break
@@ -286,7 +291,7 @@ class WindowProbe(Probe):
         return (next(found, first) + 1) * self._unit
 
 
-def _leading(answers: Sequence[bool]) -> int:
+def leading(answers: Sequence[bool]) -> int:
     """Return how many answers are true before the first false one."""
     for count, answer in enumerate(answers):
         if not answer:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtide.core.topology import RankRole
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.ledger import Ledger
 from kvtide.runtime.limits import WorkerLimits
@@ -16,20 +17,8 @@ from kvtide.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True)
-class StoreShare:
-    """Which chunks of a job this rank stores.
-
-    ``put_step`` ranks hold the same bytes, and this one stores the chunks whose absolute index is
-    ``put_step_rank`` modulo ``put_step``.
-    """
-
-    put_step: int = 1
-    put_step_rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class RankContext:
-    """One rank's memory, store, open jobs and bounds, and the format of its values.
+    """One rank's memory, store, open jobs and bounds, what it holds, and its values' format.
 
     Deadlines are read off ``clock``. With ``threaded=False`` no thread is ever started.
     """
@@ -38,6 +27,7 @@ class RankContext:
     store: Store
     databases: PrefixDatabases
     limits: WorkerLimits
+    role: RankRole
     values: ValueFormat = TAGGED
     clock: Callable[[], float] = time.monotonic
     threaded: bool = True
@@ -49,5 +39,8 @@ class RankContext:
 
     @property
     def row_bytes(self) -> list[int]:
-        """What a value of each group takes of a slab."""
-        return [self.values.row_bytes(group.payload_bytes) for group in self.memory.layout.groups]
+        """What the values of one block of each group take of a slab, one row each."""
+        return [
+            self.values.row_bytes(group.payload_bytes) * group.values_per_block
+            for group in self.memory.layout.groups
+        ]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_block_ids
 from kvtide.core.layout import StoreLayout
+from kvtide.runtime.prefixes import interleaved
 from kvtide.runtime.slab import Rows
 
 MAX_PART_KEYS = 256
@@ -22,7 +23,10 @@ MAX_PART_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Consecutive chunks of one group, their target blocks, and the rows they pass through."""
+    """Consecutive chunks of one group, their target blocks, and the rows they pass through.
+
+    A chunk takes one row, which holds the values of all its parts.
+    """
 
     group_id: int
     chunks: range
@@ -66,16 +70,25 @@ def first_token(job: LoadJob, block_sizes: Sequence[int]) -> int:
 
 
 def split_load(
-    job: LoadJob, row_bytes: Sequence[int], block_sizes: Sequence[int], capacity_bytes: int
+    job: LoadJob,
+    row_bytes: Sequence[int],
+    num_parts: Sequence[int],
+    block_sizes: Sequence[int],
+    capacity_bytes: int,
 ) -> Iterator[LoadPart]:
     """Yield the parts of a load, each with at most ``capacity_bytes`` of rows.
 
-    ``row_bytes`` is what a value of each group takes, ``block_sizes`` are in tokens.
-    Stops at the first chunk whose target is the null block or whose value exceeds the capacity.
+    ``row_bytes`` is what a chunk of each group takes, ``num_parts`` how many values it has (0 for
+    groups of which this rank has nothing), ``block_sizes`` are in tokens. Stops at the first chunk
+    whose target is the null block or whose value exceeds the capacity.
     """
-    plan = _PartPlan(job, row_bytes)
+    plan = _PartPlan(job, row_bytes, num_parts)
     for token, group_id, chunk in heapq.merge(
-        *(_starts(job, group_id, block_size) for group_id, block_size in enumerate(block_sizes))
+        *(
+            _starts(job, group_id, block_size)
+            for group_id, block_size in enumerate(block_sizes)
+            if num_parts[group_id]
+        )
     ):
         is_blocked = not plan.can_ever_hold(group_id, chunk, capacity_bytes)
         if is_blocked or not plan.has_room(group_id, capacity_bytes):
@@ -87,24 +100,33 @@ def split_load(
 
 
 def part_values(
-    part: LoadPart, databases: Sequence[ChunkedTokenDatabase], job: LoadJob, layout: StoreLayout
+    part: LoadPart,
+    databases: Sequence[Sequence[ChunkedTokenDatabase]],
+    job: LoadJob,
+    layout: StoreLayout,
 ) -> list[PartValue]:
-    """Return the values of a part, run after run.
+    """Return the values of a part, run after run; ``databases`` are by group and part.
 
     Raises:
         IndexError: the job does not carry the hashes of its chunks.
     """
     values: list[PartValue] = []
     for run in part.runs:
-        database = databases[run.group_id]
+        block_size = databases[run.group_id][0].block_size
+        num_parts = len(databases[run.group_id])
+        rows = run.rows.divided(num_parts)
         payload_bytes = layout.groups[run.group_id].payload_bytes
         tail_token = job.tail_tokens[run.group_id]
         # Only the load's last chunk of a group has the tail inside it.
-        is_last = tail_token <= run.chunks.stop * database.block_size
-        keys = database.keys(job.hashes, run.chunks, tail_token if is_last else None)
-        for row, (chunk, key) in enumerate(zip(run.chunks, keys, strict=True)):
-            offset = run.rows.offset + row * run.rows.row_bytes
-            values.append(PartValue(key, chunk * database.block_size, chunk, offset, payload_bytes))
+        is_last = tail_token <= run.chunks.stop * block_size
+        tail = tail_token if is_last else None
+        keys = interleaved(
+            [database.keys(job.hashes, run.chunks, tail) for database in databases[run.group_id]]
+        )
+        for row, key in enumerate(keys):
+            chunk = run.chunks[row // num_parts]
+            offset = rows.offset + row * rows.row_bytes
+            values.append(PartValue(key, chunk * block_size, chunk, offset, payload_bytes))
     return values
 
 
@@ -119,10 +141,11 @@ def _starts(job: LoadJob, group_id: int, block_size: int) -> Iterator[tuple[int,
 class _PartPlan:
     """The part that is being filled."""
 
-    def __init__(self, job: LoadJob, row_bytes: Sequence[int]) -> None:
+    def __init__(self, job: LoadJob, row_bytes: Sequence[int], num_parts: Sequence[int]) -> None:
         self._first_chunks = job.first_chunks
         self._block_ids = [unpack_block_ids(packed) for packed in job.block_ids]
         self._row_bytes = row_bytes
+        self._num_parts = num_parts
         self._chunks: dict[int, range] = {}
         self._num_bytes = self._num_keys = 0
 
@@ -138,7 +161,7 @@ class _PartPlan:
         known = self._chunks.get(group_id, range(chunk, chunk))
         self._chunks[group_id] = range(known.start, chunk + 1)
         self._num_bytes += self._row_bytes[group_id]
-        self._num_keys += 1
+        self._num_keys += self._num_parts[group_id]
 
     def finish(self, next_token: int | None, *, is_blocked: bool = False) -> LoadPart:
         """Return the part and begin the next."""

@@ -34,9 +34,10 @@ class BlockMemory(Protocol):
         """Learn of a staging buffer (1-D bytes) before its first use, for instance to pin it."""
 
     def read(self, group_id: int, block_ids: Sequence[int], out: ByteArray) -> None:
-        """Copy blocks to the rows of ``out``, of shape ``(len(block_ids), row_bytes)``.
+        """Copy blocks to the rows of ``out``, of shape ``(num_rows, row_bytes)``.
 
-        Fills ``out[:, :payload_bytes]`` of the group; the rest of a row is not touched.
+        A block takes ``values_per_block`` rows, one for each part. Fills ``out[:, :payload_bytes]``
+        of the group; the rest of a row is not touched.
         """
 
     def write(self, group_id: int, block_ids: Sequence[int], data: ByteArray) -> None:

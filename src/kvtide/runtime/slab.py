@@ -28,6 +28,10 @@ class Rows:
         """The bytes of all rows."""
         return self.num_rows * self.row_bytes
 
+    def divided(self, per_row: int) -> Rows:
+        """Return the same bytes as ``per_row`` rows for each of these."""
+        return Rows(self.offset, self.num_rows * per_row, self.row_bytes // per_row)
+
 
 class ExtentAllocator:
     """Hands out extents of ``[0, num_bytes)``: first fit, and neighbours grow together again.

@@ -14,9 +14,10 @@ import numpy as np
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.jobs import NULL_BLOCK_ID, BoundaryJob, JobEnd, SaveJob, StoreJob
-from kvtide.runtime.context import RankContext, StoreShare
+from kvtide.runtime.context import RankContext
 from kvtide.runtime.ledger import Phase, StoreTask
 from kvtide.runtime.memory import Fence
+from kvtide.runtime.prefixes import interleaved
 from kvtide.runtime.service import Service
 from kvtide.runtime.slab import Rows, Slab
 
@@ -59,9 +60,7 @@ class _Selection:
 class Staging(Service[FencedTasks, FencedTasks]):
     """Waits for fences, copies blocks to the slab, makes values, and feeds the put queue."""
 
-    def __init__(
-        self, context: RankContext, slab: Slab, put_queue: PutQueue, share: StoreShare
-    ) -> None:
+    def __init__(self, context: RankContext, slab: Slab, put_queue: PutQueue) -> None:
         super().__init__("kvtide-staging", threaded=context.threaded)
         self._memory = context.memory
         self._ledger = context.ledger
@@ -72,7 +71,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
         self._stage_wait_s = context.limits.stage_wait_s
         self._slab = slab
         self._put_queue = put_queue
-        self._share = share
+        self._role = context.role
 
     def _pop(self) -> FencedTasks | None:
         return self._queue.popleft()
@@ -158,9 +157,12 @@ class Staging(Service[FencedTasks, FencedTasks]):
         for group_id, (first, packed) in enumerate(
             zip(job.first_chunks, job.block_ids, strict=True)
         ):
+            if not self._role.parts[group_id]:
+                continue
             block_ids = np.frombuffer(packed, dtype=np.int32)
             chunks = np.arange(first, first + len(block_ids))
-            keep = chunks % self._share.put_step == self._share.put_step_rank
+            share = self._role.shares[group_id]
+            keep = chunks % share.put_step == share.put_step_rank
             keep &= block_ids != NULL_BLOCK_ID
             if keep.any():
                 kept = chunks[keep].tolist()
@@ -170,7 +172,9 @@ class Staging(Service[FencedTasks, FencedTasks]):
     def _select_puts(self, job: BoundaryJob) -> list[_Selection]:
         by_group: dict[int, _Selection] = {}
         for put, chunk_hash in zip(job.puts, job.hashes, strict=True):
-            if put.chunk_id % self._share.put_step != self._share.put_step_rank:
+            share = self._role.shares[put.group_id]
+            is_mine = put.chunk_id % share.put_step == share.put_step_rank
+            if not is_mine or not self._role.parts[put.group_id]:
                 continue
             selection = by_group.setdefault(put.group_id, _Selection(put.group_id, [], []))
             selection.chunks.append(put.chunk_id)
@@ -186,10 +190,12 @@ class Staging(Service[FencedTasks, FencedTasks]):
             while done < len(selection.chunks):
                 run = next(runs)
                 part = slice(done, done + run.num_rows)
-                database = databases[selection.group_id]
-                for rows, piece in _bursts(run, part):
-                    keys = _keys(database, task.job, selection, piece)
-                    self._copy_rows(task, selection, rows, piece, keys)
+                parts = databases[selection.group_id]
+                for rows, piece in _bursts(run, part, KEYS_PER_BURST // len(parts)):
+                    keys = interleaved(
+                        [_keys(database, task.job, selection, piece) for database in parts]
+                    )
+                    self._copy_rows(task, selection, rows.divided(len(parts)), piece, keys)
                 done += run.num_rows
 
     def _copy_rows(
@@ -203,14 +209,16 @@ class Staging(Service[FencedTasks, FencedTasks]):
         task.keys += keys
         task.addresses += self._slab.addresses(rows)
         task.sizes += [self._values.value_bytes(payload_bytes)] * len(keys)
-        task.order += selection.chunks[piece]
+        parts = self._role.parts[selection.group_id]
+        task.order += [chunk for chunk in selection.chunks[piece] for _ in parts]
 
 
-def _bursts(run: Rows, part: slice) -> list[tuple[Rows, slice]]:
+def _bursts(run: Rows, part: slice, max_rows: int) -> list[tuple[Rows, slice]]:
     """Cut a run of rows, and the slice of chunks it holds, so that no burst of Python is long."""
     bursts: list[tuple[Rows, slice]] = []
-    for first in range(0, run.num_rows, KEYS_PER_BURST):
-        count = min(KEYS_PER_BURST, run.num_rows - first)
+    max_rows = max(1, max_rows)
+    for first in range(0, run.num_rows, max_rows):
+        count = min(max_rows, run.num_rows - first)
         rows = Rows(run.offset + first * run.row_bytes, count, run.row_bytes)
         start = part.start + first
         bursts.append((rows, slice(start, start + count)))

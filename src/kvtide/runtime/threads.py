@@ -148,7 +148,9 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         self._bad_keys = context.bad_keys
         self._limits = context.limits
         self._values = context.values
+        self._role = context.role
         self._row_bytes = context.row_bytes
+        self._num_parts = [len(parts) for parts in context.role.parts]
         self._clock = context.clock
         self._slab = slab
 
@@ -190,7 +192,9 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         layout = self._memory.layout
         databases = self._databases[task.job.prefix_id]
         block_sizes = self._databases.block_sizes
-        for part in split_load(task.job, self._row_bytes, block_sizes, self._slab.num_bytes):
+        for part in split_load(
+            task.job, self._row_bytes, self._num_parts, block_sizes, self._slab.num_bytes
+        ):
             values = part_values(part, databases, task.job, layout)
             fail_token = self._fetch(values)
             if fail_token is not None:
@@ -214,9 +218,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             values = [value for value in values if value.token < fail_token]
         if not values:
             return fail_token
-        batch = self._batch(values)
-        statuses = self._store.get(batch)
-        _check_answers(statuses, batch.keys)
+        statuses = self._get(values)
         wrong: list[str] = []
         unproven: list[int] = [] if fail_token is None else [fail_token]
         for value, status in zip(values, statuses, strict=True):
@@ -235,6 +237,15 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             self._distrust(wrong)
         self._forget_phantoms(values, statuses, unproven)
         return min(unproven, default=None)
+
+    def _get(self, values: Sequence[PartValue]) -> list[Status]:
+        """Fetch values; each rank begins at another one, since copies of a part are read by all."""
+        first = self._role.rank * len(values) // self._role.num_ranks
+        turned = [*values[first:], *values[:first]]
+        statuses = self._store.get(self._batch(turned))
+        _check_answers(statuses, turned)
+        back = len(values) - first
+        return [*statuses[back:], *statuses[:back]]
 
     def _forget_phantoms(
         self, values: Sequence[PartValue], statuses: Sequence[Status], unproven: Sequence[int]
@@ -291,8 +302,9 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             return False
         num_bytes = 0
         for run in part.runs:
-            self._memory.write(run.group_id, run.block_ids, self._slab.view(run.rows))
-            num_bytes += self._memory.layout.groups[run.group_id].payload_bytes * len(run.chunks)
+            rows = run.rows.divided(self._num_parts[run.group_id])
+            self._memory.write(run.group_id, run.block_ids, self._slab.view(rows))
+            num_bytes += self._memory.layout.groups[run.group_id].payload_bytes * rows.num_rows
         self._ledger.count(
             {"loaded_chunks": sum(len(run.chunks) for run in part.runs), "loaded_bytes": num_bytes}
         )
@@ -310,9 +322,9 @@ def remove_keys(store: Store, keys: Sequence[str]) -> frozenset[str]:
     return frozenset(key for key, status in zip(keys, statuses, strict=True) if status in gone)
 
 
-def _check_answers(answers: Sequence[object], keys: Sequence[str]) -> None:
-    if len(answers) != len(keys):
-        raise WrongAnswersError(f"{len(answers)} answers to {len(keys)} keys")
+def _check_answers(answers: Sequence[object], asked: Sequence[object]) -> None:
+    if len(answers) != len(asked):
+        raise WrongAnswersError(f"{len(answers)} answers to {len(asked)} keys")
 
 
 def _unique(tasks: Sequence[StoreTask]) -> Batch:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtide.core.jobs import JobEnd, JobReport, StepPlan
-from kvtide.runtime.context import RankContext, StoreShare
+from kvtide.core.topology import RankRole
+from kvtide.runtime.context import RankContext
 from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.loading import first_token
@@ -42,9 +43,9 @@ class PoolWorker:
     """Carries out the jobs of one rank.
 
     ``memory`` is the engine's, ``store`` is closed by :meth:`close`, ``databases`` name
-    the rank's chunks, ``share`` says which of them it stores (default: all), ``values`` in which
-    form. Jobs' deadlines are read off ``clock``. With ``threaded=False`` nothing runs until
-    :meth:`run_pending`.
+    the rank's chunks, ``role`` says what it holds and stores of them (default: everything),
+    ``values`` in which form. Jobs' deadlines are read off ``clock``. With ``threaded=False``
+    nothing runs until :meth:`run_pending`.
 
     Raises:
         StoreError: the store refused the staging memory.
@@ -58,13 +59,14 @@ class PoolWorker:
         databases: PrefixDatabases,
         *,
         limits: WorkerLimits | None = None,
-        share: StoreShare | None = None,
+        role: RankRole | None = None,
         values: ValueFormat = TAGGED,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
         limits = limits if limits is not None else WorkerLimits()
-        context = RankContext(memory, store, databases, limits, values, clock, threaded)
+        role = role if role is not None else RankRole.alone(len(memory.layout.groups))
+        context = RankContext(memory, store, databases, limits, role, values, clock, threaded)
         self._memory = memory
         self._store = store
         self._databases = databases
@@ -80,7 +82,7 @@ class PoolWorker:
         self._load_slab = self._adopted_slab(limits.load_staging_bytes)
         self.sender = KVCacheStoreSendingThread(context, self._send_slab)
         self.receiver = KVCacheStoreRecvingThread(context, self._load_slab)
-        self.staging = Staging(context, self._send_slab, self.sender, share or StoreShare())
+        self.staging = Staging(context, self._send_slab, self.sender)
 
     def _adopted_slab(self, num_bytes: int) -> Slab:
         slab = Slab(num_bytes)
