@@ -20,10 +20,7 @@ from kvtide.units import format_size, parse_size
 ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 KEY_FORMATS: Final = ("kvtide", "vllm")
 
-_OTHER_KEYS: Final = (
-    "its keys and values are a form of the pool that kvtide does not write; remove it, and share "
-    "only with instances that go without it"
-)
+_STORE_TP_SIZE: Final = "give store_tp_size, a common multiple of all tensor parallel sizes"
 
 # Options of vLLM's in-tree store connectors that people will bring along, and what became of them.
 _ELSEWHERE: Final = {
@@ -37,9 +34,8 @@ _ELSEWHERE: Final = {
     "enable_lookup": "to load nothing, set min_load_tokens above the longest prompt; remove it",
     "enable_group_semantics": "kvtide does not group values; remove it",
     "custom_mem_pool": "kvtide copies through memory of its own; remove it",
-    "store_tp_size": _OTHER_KEYS,
-    "enable_store_tp_lcm": _OTHER_KEYS,
-    "prefill_tp_sizes": _OTHER_KEYS,
+    "enable_store_tp_lcm": _STORE_TP_SIZE,
+    "prefill_tp_sizes": _STORE_TP_SIZE,
 }
 
 
@@ -189,6 +185,16 @@ class PoolConfig:
         "share a pool with it: its keys do not say what the bytes are, so the operator must see to "
         "it that all who share the pool serve the same weights with the same settings. See "
         "[Moving from vLLM's Mooncake connector](moving-from-vllm-mooncake.md).",
+    )
+    store_tp_size: int = _option(
+        0,
+        "ranks",
+        "an integer of at least 0",
+        _integer(0),
+        "Share the pool among engines of different tensor parallel sizes: a common multiple of "
+        "them all, the same in each. Values are then stored cut by KV heads as the largest of "
+        "those sizes has it. 0: engines of another size share nothing. See "
+        "[Many ranks](ranks.md).",
     )
     save_decode_cache: bool = _option(
         False,  # noqa: FBT003
@@ -381,6 +387,11 @@ def _contradictions(config: PoolConfig, bad: set[str]) -> list[str]:
         for low, high, reason in pairs
         if not bad & {low, high} and getattr(config, low) > getattr(config, high)
     ]
+    if config.key_format == "vllm" and config.store_tp_size:
+        faults.append(
+            "store_tp_size cuts values as key_format 'vllm' does not: remove it, or leave "
+            "key_format at 'kvtide'"
+        )
     if config.key_format == "vllm" and config.weights_version:
         faults.append(
             "weights_version is no part of keys of key_format 'vllm': remove it, and give each "

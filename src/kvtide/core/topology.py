@@ -13,8 +13,8 @@ are cut as finely as the finest of them needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -132,6 +132,12 @@ class RankRole:
     num_ranks: int
     parts: tuple[tuple[Part, ...], ...]
     shares: tuple[StoreShare, ...]
+
+    def without(self, group_ids: Iterable[int]) -> RankRole:
+        """Return the role of a rank that has no layers of the groups ``group_ids``."""
+        absent = set(group_ids)
+        parts = tuple(() if g in absent else held for g, held in enumerate(self.parts))
+        return replace(self, parts=parts)
 
     @classmethod
     def alone(cls, num_groups: int) -> RankRole:

@@ -65,7 +65,7 @@ def test_budgets_below_one_block_are_refused_together() -> None:
     """Nothing would ever be saved or loaded, and nothing would say why."""
     half = side(staging_size="1MiB", max_load_bytes="1MiB")
     with pytest.raises(ConfigError) as refused:
-        half.agree_on_layout([layout(4 << 20)])
+        half.agree_on_layouts([layout(4 << 20)])
     assert [fault.split(" is ")[0] for fault in refused.value.faults] == [
         "staging_size",
         "max_load_bytes",
@@ -77,9 +77,9 @@ def test_ranks_that_lay_bytes_out_differently_are_refused() -> None:
     """Their values would not be exchangeable under one key."""
     half = side()
     with pytest.raises(ConfigError, match="differently"):
-        half.agree_on_layout([layout(4096), layout(4096, "other")])
+        half.agree_on_layouts([layout(4096), layout(4096, "other")])
     with pytest.raises(ConfigError, match="list KVTideConnector first"):
-        half.agree_on_layout([])
+        half.agree_on_layouts([])
     half.close()
 
 
@@ -123,7 +123,7 @@ def half(digests: SlowDigests) -> Iterator[SchedulerSide]:
         config, PLAN, FORMATS["kvtide"], names, MemoryStore(), clock=lambda: digests.now_s
     )
     half.bind(Manager())
-    half.agree_on_layout([layout(4096)])
+    half.agree_on_layouts([layout(4096)])
     yield half
     digests.is_known = True
     half.close()
@@ -232,7 +232,7 @@ def test_an_id_that_begins_a_new_life_is_held_back_anew(
 def plain_half() -> Iterator[SchedulerSide]:
     """A scheduler side whose keys are those of vLLM's in-tree connector."""
     made = side(key_format="vllm", cache_prefix="prod")
-    made.agree_on_layout([layout(4096)])
+    made.agree_on_layouts([layout(4096)])
     yield made
     made.close()
 

@@ -27,6 +27,7 @@ from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import FORMATS, PoolFormat
 from kvtide.engines.vllm.logs import log_as_vllm_does
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata
+from kvtide.engines.vllm.ranks import RankPlan, plan_ranks, this_rank
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
 from kvtide.engines.vllm.translate import GroupPlan, check_engine, translate_groups
@@ -52,18 +53,29 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         features.check_release()
         log_as_vllm_does()
-        config, plan, pool_format = _checked(vllm_config, kv_cache_config)
+        config, plan, pool_format, ranks = _checked(vllm_config, kv_cache_config)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             features.require_recompute(vllm_config)
-            names = pool_format.names(config, vllm_config, plan)
+            names = pool_format.names(config, vllm_config, plan, ranks)
+            if line := ranks.describe(config.store_tp_size):
+                logger.info("%s", line)
             with _opened(url_for_lookups(config.store)) as store:
-                self._scheduler_side = SchedulerSide(config, plan, pool_format, names, store)
+                self._scheduler_side = SchedulerSide(
+                    config, plan, pool_format, names, store, topology=ranks.topology
+                )
         else:
             with _opened(config.store) as store:
                 self._worker_side = WorkerSide(
-                    config, plan, pool_format, vllm_config, kv_cache_config, store, rank=0
+                    config,
+                    plan,
+                    pool_format,
+                    vllm_config,
+                    kv_cache_config,
+                    store,
+                    topology=ranks.topology,
+                    rank=this_rank(ranks.topology.sizes),
                 )
 
     # ------------------------------------------------------------------ both
@@ -111,7 +123,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Take every rank's memory layout: only now can keys be named."""
-        self._scheduler.agree_on_layout(
+        self._scheduler.agree_on_layouts(
             handshake for handshake in metadata.values() if isinstance(handshake, KVTideHandshake)
         )
 
@@ -280,11 +292,13 @@ def _opened(url: str) -> Iterator[Store]:
         raise
 
 
-def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupPlan, PoolFormat]:
+def _checked(
+    vllm_config: Any, kv_cache_config: Any
+) -> tuple[PoolConfig, GroupPlan, PoolFormat, RankPlan]:
     """Check options, settings and model, and tell all faults at once."""
     faults: list[str] = []
     transfer = vllm_config.kv_transfer_config
-    config = plan = None
+    config = plan = ranks = None
     try:
         config = PoolConfig.from_mapping(transfer.kv_connector_extra_config, transfer.kv_role)
     except ConfigError as error:
@@ -294,7 +308,12 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> tuple[PoolConfig, GroupP
         plan = translate_groups(kv_cache_config, vllm_config)
     except ConfigError as error:
         faults.extend(error.faults)
-    if faults or config is None or plan is None:
+    if config is not None and plan is not None:
+        try:
+            ranks = plan_ranks(config, plan.group_ids, kv_cache_config, vllm_config)
+        except ConfigError as error:
+            faults.extend(error.faults)
+    if faults or config is None or plan is None or ranks is None:
         raise ConfigError(faults)
     pool_format = FORMATS[config.key_format]
-    return config, replace(plan, stores_dense=pool_format.stores_dense), pool_format
+    return config, replace(plan, stores_dense=pool_format.stores_dense), pool_format, ranks

@@ -21,6 +21,7 @@ import vllm
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from kvtide.core.topology import RankPlace
 from kvtide.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,22 @@ def block_span(kv_cache_spec: Any, vllm_config: Any) -> int:
     """Return how many tokens one entry of a group's block table stands for."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return int(kv_cache_utils.resolve_dcp_kv_block_size(kv_cache_spec, dcp))
+
+
+def rank_place() -> RankPlace:
+    """Return where this process stands in the engine's parallel groups."""
+    from vllm.distributed import parallel_state
+
+    def rank_in(name: str) -> int:
+        group = getattr(parallel_state, name, None)
+        return 0 if group is None else int(group().rank_in_group)
+
+    return RankPlace(
+        pp_rank=rank_in("get_pp_group"),
+        pcp_rank=rank_in("get_pcp_group"),
+        tp_rank=rank_in("get_tp_group"),
+        dcp_rank=rank_in("get_dcp_group"),
+    )
 
 
 def manager_class(group: Any) -> Any:

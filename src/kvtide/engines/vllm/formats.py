@@ -15,6 +15,7 @@ from kvtide.core.keys import KeyStyle, PoolKey, VllmPoolKey
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
+from kvtide.engines.vllm.ranks import RankPlan
 from kvtide.engines.vllm.raw_blocks import find_raw_blocks
 from kvtide.engines.vllm.tensors import BlockFinder, find_layers
 from kvtide.engines.vllm.translate import GroupPlan
@@ -32,23 +33,27 @@ class PoolFormat:
     keys: KeyStyle
     values: ValueFormat
     find_blocks: BlockFinder
-    names: Callable[[PoolConfig, Any, GroupPlan], Names]
+    names: Callable[[PoolConfig, Any, GroupPlan, RankPlan], Names]
     stores_dense: bool
 
 
-def _identity_names(config: PoolConfig, vllm_config: Any, plan: GroupPlan) -> Names:
+def _identity_names(
+    config: PoolConfig, vllm_config: Any, plan: GroupPlan, ranks: RankPlan
+) -> Names:
     version = config.weights_version
-    engine = engine_identity(vllm_config, plan, weights_version=version or None)
+    engine = engine_identity(
+        vllm_config, plan, ranks.shared_shards, weights_version=version or None
+    )
     return IdentityNames(config.cache_prefix, engine, version)
 
 
-def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan) -> Names:
+def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan, __: RankPlan) -> Names:
     features.check_in_tree_form()
     return ModelNames(config.cache_prefix, vllm_config.model_config.model)
 
 
 FORMATS = {
     "kvtide": PoolFormat(PoolKey, TAGGED, find_layers, _identity_names, stores_dense=False),
-    "vllm": PoolFormat(VllmPoolKey(), BARE, find_raw_blocks, _model_names, stores_dense=True),
+    "vllm": PoolFormat(VllmPoolKey, BARE, find_raw_blocks, _model_names, stores_dense=True),
 }
 """The forms by the values of the option ``key_format``."""

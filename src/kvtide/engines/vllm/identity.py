@@ -8,7 +8,7 @@ in :mod:`kvtide.engines.vllm.settings`. Two processes with the same configuratio
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,17 @@ _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "mrope", "propor
 
 
 def engine_identity(
-    vllm_config: Any, plan: GroupPlan, *, weights_version: str | None = None
+    vllm_config: Any,
+    plan: GroupPlan,
+    shared_shards: Sequence[int] | None = None,
+    *,
+    weights_version: str | None = None,
 ) -> dict[str, object]:
     """Return the engine part of the identity as JSON data.
 
-    Settings are given as digests: some releases keep credentials among them.
+    Settings are given as digests: some releases keep credentials among them. ``shared_shards`` is
+    that of the :class:`~kvtide.engines.vllm.ranks.RankPlan`: with it, nothing tells of the tensor
+    parallel size.
 
     Raises:
         ConfigError: the weights of the model, or of a draft model whose layers share its KV
@@ -50,9 +56,9 @@ def engine_identity(
         "additional": _additional_identity(vllm_config),
         "hash": features.hash_scheme(cache.prefix_caching_hash_algo),
         "hash_block_size": plan.hash_block_size,
-        "groups": list(plan.specs),
+        "groups": list(plan.specs) if shared_shards is None else _of_all_heads(plan.specs),
         "num_layers": list(plan.num_layers),
-        "parallel": _parallel_identity(vllm_config.parallel_config),
+        "parallel": _parallel_identity(vllm_config.parallel_config, shared_shards),
         "lora": _digest_of(lora, settings.LORA, "lora_config"),
         "draft": _draft_identity(vllm_config, weights_version),
     }
@@ -158,7 +164,18 @@ def _rope_types(config: object, *, in_rope: bool = False) -> set[str]:
     return found
 
 
-def _parallel_identity(parallel: Any) -> dict[str, object]:
+def _of_all_heads(specs: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return descriptions of groups without the number of heads that one rank has."""
+    described: list[dict[str, object]] = []
+    for spec in specs:
+        kept = {name: value for name, value in spec.items() if name != "num_kv_heads"}
+        if isinstance(layers := kept.get("layers"), list):
+            kept["layers"] = _of_all_heads(layers)
+        described.append(kept)
+    return described
+
+
+def _parallel_identity(parallel: Any, shared_shards: Sequence[int] | None) -> dict[str, object]:
     names = (
         "tensor_parallel_size",
         "pipeline_parallel_size",
@@ -168,6 +185,8 @@ def _parallel_identity(parallel: Any) -> dict[str, object]:
         "cp_kv_cache_interleave_size",
     )
     identity: dict[str, object] = {name: getattr(parallel, name, 1) for name in names}
+    if shared_shards is not None:
+        identity["tensor_parallel_size"] = {"shards": list(shared_shards)}
     identity["layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
     return identity
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtide.core.jobs import JobReport, StepPlan
 from kvtide.core.layout import StoreLayout
+from kvtide.core.topology import Topology
 
 
 @dataclass
@@ -38,3 +39,5 @@ class KVTideHandshake(KVConnectorHandshakeMetadata):
     """What the scheduler must know of a rank before a key can be named."""
 
     layout: StoreLayout
+    rank: int = 0
+    topology: Topology = field(default_factory=lambda: Topology.undivided(1))

@@ -66,6 +66,7 @@ def find_raw_blocks(
     kv_cache_config: Any,
     group_ids: Sequence[int],
     traits: Mapping[str, str],  # noqa: ARG001 - that connector does not ask for them
+    num_parts: Sequence[int],  # noqa: ARG001 - nor does it divide blocks in this form
 ) -> tuple[list[list[Layer]], list[str]]:
     """Return per group the regions that make up its blocks, and what stands against it.
 

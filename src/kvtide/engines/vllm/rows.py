@@ -43,13 +43,20 @@ class Run:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Blocks, layers, and a layer's own dimensions, in units."""
-        return (self.segment.num_blocks, self.count, *self.segment.shape)
+        """Blocks, their parts, layers, and a layer's own dimensions, in units."""
+        segment = self.segment
+        return (segment.num_blocks, segment.num_parts, self.count, *segment.shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
         """The distances of ``shape``'s dimensions in bytes."""
-        return (self.segment.block_stride, self.layer_stride, *self.segment.strides)
+        segment = self.segment
+        return (
+            segment.block_stride,
+            segment.part_stride,
+            self.layer_stride,
+            *segment.strides,
+        )
 
     def joined(self, layer: Layer) -> Run | None:
         """Return the run with ``layer`` at its end, ``None`` where it does not continue it."""
@@ -65,7 +72,7 @@ class Run:
 
 
 class Rows(Protocol):
-    """The blocks of a run of layers, as rows of bytes."""
+    """The blocks of a run of layers, as rows of bytes, one for each part of a block."""
 
     def read(self, ids: Any, out: Any) -> None:
         """Copy the blocks ``ids`` into the rows of ``out``."""
@@ -101,8 +108,8 @@ class HostRows:
             self._blocks[block] = row
 
     def _shaped(self, rows: Bytes) -> npt.NDArray[Any]:
-        # Splits the last dimension only, so it stays a view whatever the distance of the rows.
-        return rows.view(self._unit).reshape(len(rows), *self._blocks.shape[1:])
+        # Only splits dimensions, so it stays a view whatever the distance of the rows.
+        return rows.view(self._unit).reshape(-1, *self._blocks.shape[1:])
 
 
 class TorchRows:
@@ -120,7 +127,7 @@ class TorchRows:
 
     def read(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the blocks ``ids`` into the rows of ``out``."""
-        out.copy_(self._blocks.index_select(0, ids).view(len(ids), -1).view(torch.uint8))
+        out.copy_(self._blocks.index_select(0, ids).view(len(out), -1).view(torch.uint8))
 
     def write(self, ids: torch.Tensor, data: torch.Tensor) -> None:
         """Copy the rows of ``data`` into the blocks ``ids``."""

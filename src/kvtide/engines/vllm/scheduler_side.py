@@ -16,15 +16,17 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import StepPlan
-from kvtide.core.layout import StoreLayout, common_layout
+from kvtide.core.layout import StoreLayout
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
+from kvtide.core.topology import Topology
 from kvtide.core.transfer import HandOff
 from kvtide.engines.lora import PENDING, Pending
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import Names
+from kvtide.engines.vllm.stages import stage_layouts
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.vllm.view import EngineTables, VllmRequestView
@@ -44,7 +46,7 @@ class SchedulerSide:
     """Owns the core's scheduler; made once per engine.
 
     Nothing is looked up, saved or loaded before the engine has told which cache manager it uses
-    (:meth:`bind`) and the ranks have told their memory layout (:meth:`agree_on_layout`).
+    (:meth:`bind`) and the ranks have told their memory layout (:meth:`agree_on_layouts`).
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class SchedulerSide:
         names: Names,
         store: Store,
         *,
-        num_ranks: int = 1,
+        topology: Topology | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -63,11 +65,12 @@ class SchedulerSide:
         self._format = pool_format
         self._names = names
         self._store = store
-        self._num_ranks = num_ranks
+        self._topology = topology or Topology.undivided(len(plan.groups))
         self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
         self._tables: EngineTables | None = None
-        self._layout: StoreLayout | None = None
+        self._stages: list[StoreLayout] = []
+        """The memory layout of each pipeline stage's ranks, once they have told it."""
         self._views: dict[str, VllmRequestView] = {}
         self._held_back: dict[str, float | None] = {}
         """Requests whose adapter is still being read, and until when the engine waits for it."""
@@ -85,44 +88,33 @@ class SchedulerSide:
         )
         self._start()
 
-    def agree_on_layout(self, handshakes: Iterable[KVTideHandshake]) -> None:
-        """Take the ranks' layouts; keys can be named only when all ranks agree.
+    def agree_on_layouts(self, handshakes: Iterable[KVTideHandshake]) -> None:
+        """Take the ranks' layouts; keys can be named only when the ranks of each stage agree.
 
         Raises:
-            ConfigError: the ranks lay their bytes out differently.
+            ConfigError: a rank is missing, or ranks lay their bytes out differently.
         """
-        layouts = [handshake.layout for handshake in handshakes]
-        if not layouts:
-            raise ConfigError(
-                "no rank told its memory layout: inside MultiConnector only the first connector's "
-                "handshake arrives, so list KVTideConnector first in its connectors"
-            )
-        layout = common_layout(layouts)
-        if layout is None:
-            raise ConfigError(
-                "the ranks of this engine lay out their KV cache differently, so they cannot "
-                "share keys: run ranks of one kind, with the same attention backend"
-            )
-        self._layout = layout
-        self._names.agree_on(layout.describe())
+        self._stages, self._topology = stage_layouts(self._topology, list(handshakes))
+        self._names.agree_on([layout.describe() for layout in self._stages])
         self._start()
 
     def _start(self) -> None:
-        """Build the scheduler once both the cache manager and the layout are known."""
-        if self._tables is None or self._layout is None or self._scheduler is not None:
+        """Build the scheduler once both the cache manager and the layouts are known."""
+        if self._tables is None or not self._stages or self._scheduler is not None:
             return
         config = self._config
         coordinator = self._tables.coordinator
+        parts = self._topology.all_parts()
         self._lookups = LookupExecutor(
             self._store,
             coordinator.boundaries,
-            lambda namespace: coordinator.databases(
-                namespace, range(self._num_ranks), self._format.keys
-            ),
+            lambda namespace: coordinator.databases(namespace, parts, self._format.keys),
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
-        unit_bytes = _bytes_per_unit(coordinator, self._layout, self._format.values)
+        unit_bytes = max(
+            _bytes_per_unit(coordinator, layout, self._format.values) for layout in self._stages
+        )
         _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
         units = config.staging_size // unit_bytes
@@ -153,7 +145,7 @@ class SchedulerSide:
                 decode=config.save_decode_cache,
                 num_unsettled_tokens=self._plan.num_unsettled_tokens,
             ),
-            num_ranks=self._num_ranks,
+            num_ranks=self._topology.num_ranks,
         )
 
     # ------------------------------------------------------------------ requests
@@ -383,5 +375,6 @@ def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout, values: Value
     """Return the staging bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
     unit = coordinator.lcm_block_size
     return sum(
-        unit // group.block_size * values.row_bytes(group.payload_bytes) for group in layout.groups
+        unit // group.block_size * held.values_per_block * values.row_bytes(held.payload_bytes)
+        for group, held in zip(coordinator.groups, layout.groups, strict=True)
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 _Dim = tuple[int, int, int]  # (index in the tensor's shape, size, stride in bytes)
+_HEADS_TOKENS_CONTENT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,11 @@ class Segment:
     """One layer's part of every block.
 
     ``start`` is the byte offset of block 0 in the layer's storage and ``block_stride`` the bytes
-    from one block to the next. A block's elements are ``unit`` bytes each and lie at ``shape``
-    and ``strides`` (bytes), outermost first; the last dimension has no gaps. ``order`` names the
-    same dimensions by their place in the tensor's shape, with their sizes: what the bytes mean.
+    from one block to the next. A block has ``num_parts`` parts that are stored apart, each with so
+    many heads, ``part_stride`` bytes from one to the next. A part's elements are ``unit`` bytes
+    each and lie at ``shape`` and ``strides`` (bytes), outermost first; the last dimension has no
+    gaps. ``order`` names the same dimensions by their place in the tensor's shape, with their
+    sizes: what the bytes mean.
     """
 
     start: int
@@ -33,10 +36,12 @@ class Segment:
     strides: tuple[int, ...]
     unit: int
     order: tuple[tuple[int, int], ...]
+    num_parts: int = 1
+    part_stride: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of one block of this layer."""
+        """The bytes of one part of a block of this layer."""
         return prod(self.shape) * self.unit
 
     @property
@@ -44,7 +49,8 @@ class Segment:
         """The first byte of the storage past the last block."""
         dims = zip(self.shape, self.strides, strict=True)
         inside = sum((size - 1) * stride for size, stride in dims)
-        return self.start + (self.num_blocks - 1) * self.block_stride + inside + self.unit
+        last = (self.num_blocks - 1) * self.block_stride + (self.num_parts - 1) * self.part_stride
+        return self.start + last + inside + self.unit
 
 
 def find_segment(
@@ -55,14 +61,17 @@ def find_segment(
     item_bytes: int,
     num_blocks: int,
     block_stride: int | None = None,
+    num_parts: int = 1,
 ) -> Segment:
     """Describe the blocks of a tensor of ``shape`` whose ``strides`` and ``start`` are in bytes.
 
     ``block_stride`` is what the engine planned, in bytes; without it, or where the tensor keeps
-    keys and values apart, the dimension is told by its size.
+    keys and values apart, the dimension is told by its size. With several ``num_parts`` the
+    dimensions must be blocks, heads, tokens and content (of both keys and values).
 
     Raises:
-        ValueError: no dimension counts ``num_blocks`` blocks, or more than one may.
+        ValueError: no dimension counts ``num_blocks`` blocks, or more than one may; or the heads
+            cannot be divided into ``num_parts``.
     """
     dims = [(number, *dim) for number, dim in enumerate(zip(shape, strides, strict=True))]
     where = _block_dim(dims, num_blocks, block_stride)
@@ -70,9 +79,20 @@ def find_segment(
     ratio = size // num_blocks
     if ratio > 1:  # kernel blocks: so many in a row make one block of the manager
         dims.append((where, ratio, stride))
+    part_stride = 0
+    if num_parts > 1:
+        if where or ratio > 1 or len(dims) != _HEADS_TOKENS_CONTENT or dims[0][1] % num_parts:
+            raise ValueError(
+                f"a KV cache tensor of shape {tuple(shape)} does not have its heads, a multiple of "
+                f"{num_parts}, as the dimension behind its {num_blocks} blocks"
+            )
+        axis, num_heads, head_stride = dims[0]
+        dims[0] = (axis, num_heads // num_parts, head_stride)
+        part_stride = num_heads // num_parts * head_stride
     ordered = sorted((dim for dim in dims if dim[1] > 1), key=lambda dim: -dim[2])
     merged = _merge([(size, stride) for _, size, stride in ordered] + [(item_bytes, 1)])
-    unit = gcd(8, merged[-1][0], start, stride * ratio, *(stride for _, stride in merged[:-1]))
+    distances = (part_stride, stride * ratio, *(stride for _, stride in merged[:-1]))
+    unit = gcd(8, merged[-1][0], start, *distances)
     merged[-1] = (merged[-1][0] // unit, unit)
     return Segment(
         start=start,
@@ -82,6 +102,8 @@ def find_segment(
         strides=tuple(stride for _, stride in merged),
         unit=unit,
         order=tuple((number, size) for number, size, _ in ordered),
+        num_parts=num_parts,
+        part_stride=part_stride,
     )
 
 

@@ -92,6 +92,19 @@ def group_of(spec: Any, block_size: int, proof_tokens: int = 0) -> Group:
     return _KINDS[type(layer)](layer, block_size, proof_tokens)
 
 
+def is_state(layer: Any) -> bool:
+    """Tell whether a layer's spec, not that of a group of layers, is of states."""
+    return isinstance(layer, MambaSpec)
+
+
+def is_held_by_all_ranks(layer: Any) -> bool:
+    """Tell whether every tensor parallel rank holds the same bytes of a layer of this spec."""
+    if isinstance(layer, MambaSpec):
+        return bool(getattr(layer, "tp_replicated", False))
+    is_latent = isinstance(layer, (MLAAttentionSpec, SlidingWindowMLASpec))
+    return is_latent and getattr(layer, "max_tp_shards", None) in (None, 1)
+
+
 def faults_of(spec: Any) -> list[str]:
     """Return what stands against serving a group of this spec, each with its remedy.
 

@@ -30,7 +30,7 @@ from kvtide.errors import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 BlockFinder = Callable[
-    [Mapping[str, Any], Any, Sequence[int], Mapping[str, str]],
+    [Mapping[str, Any], Any, Sequence[int], Mapping[str, str], Sequence[int]],
     tuple[list[list[Layer]], list[str]],
 ]
 """Takes what :class:`TensorBlocks` takes; returns per group what is copied of a block, and faults.
@@ -66,8 +66,9 @@ def find_layers(
     kv_cache_config: Any,
     group_ids: Sequence[int],
     traits: Mapping[str, str],
+    num_parts: Sequence[int],
 ) -> tuple[list[list[Layer]], list[str]]:
-    """Return per group its layers' parts of a block, and what stands against a layer."""
+    """Return per group what its layers have of a block, and what stands against a layer."""
     planned = {
         name: tensor.block_stride
         for tensor in kv_cache_config.kv_cache_tensors
@@ -75,12 +76,12 @@ def find_layers(
     }
     groups: list[list[Layer]] = []
     faults: list[str] = []
-    for group_id in group_ids:
+    for group_id, count in zip(group_ids, num_parts, strict=True):
         found: dict[tuple[int, Segment], Layer] = {}
         for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
             try:
                 tensor = _one_tensor(kv_caches.get(name))
-                segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name))
+                segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name), count)
             except ValueError as error:
                 faults.append(
                     f"the KV cache of layer {name} cannot be used: {error}. Run this model "
@@ -100,7 +101,9 @@ def _one_tensor(value: object) -> torch.Tensor:
     return value
 
 
-def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None) -> Segment:
+def _segment_of(
+    tensor: torch.Tensor, num_blocks: int, block_stride: int | None, num_parts: int = 1
+) -> Segment:
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
     start = tensor.storage_offset() * item
@@ -111,6 +114,7 @@ def _segment_of(tensor: torch.Tensor, num_blocks: int, block_stride: int | None)
         item_bytes=item,
         num_blocks=num_blocks,
         block_stride=block_stride,
+        num_parts=num_parts,
     )
     if segment.end > tensor.untyped_storage().nbytes():
         raise ValueError(f"its blocks end past its memory: {segment}")
@@ -121,9 +125,10 @@ class TensorBlocks:
     """The KV cache of one rank, by group and block id.
 
     ``layout`` says what one block of each group holds, in the order of ``group_ids``; ``read``
-    and ``write`` take the index of a group in that order. They may be called from any thread and
-    have copied everything when they return. The caller sees to it that the blocks are its own:
-    pinned and fenced before a read, freshly allocated before a write.
+    and ``write`` take the index of a group in that order, and a row for each part of each block.
+    They may be called from any thread and have copied everything when they return. The caller sees
+    to it that the blocks are its own: pinned and fenced before a read, freshly allocated before a
+    write.
     """
 
     def __init__(
@@ -133,19 +138,22 @@ class TensorBlocks:
         group_ids: Sequence[int],
         traits: Mapping[str, str] | None = None,
         *,
+        num_parts: Sequence[int] | None = None,
         find: BlockFinder = find_layers,
     ) -> None:
         """Find the blocks of the groups ``group_ids`` in the tensors vLLM registered.
 
-        ``traits`` is :func:`features.attention_traits` of the layers. ``find`` says what makes up
-        a block's bytes.
+        ``traits`` is :func:`features.attention_traits` of the layers. ``num_parts`` says, by group,
+        in how many parts its heads are stored (default: one). ``find`` says what makes up a block's
+        bytes. A group may have no layers here.
 
         Raises:
             UnsupportedModelError: a layer has no tensor, lies on a device kvtide cannot copy
                 from, or is laid out in a way that shows no blocks; all such layers are named.
         """
         self._num_blocks = int(kv_cache_config.num_blocks)
-        layers, faults = find(kv_caches, kv_cache_config, group_ids, traits or {})
+        num_parts = num_parts if num_parts is not None else [1] * len(group_ids)
+        layers, faults = find(kv_caches, kv_cache_config, group_ids, traits or {}, num_parts)
         devices = {layer.tensor.device for group in layers for layer in group}
         faults += _device_faults(devices)
         if faults:
@@ -157,7 +165,7 @@ class TensorBlocks:
             )
         )
         self._rows = [place_rows(group) for group in layers]
-        self._device = devices.pop()
+        self._device = devices.pop() if devices else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._registered: list[Bytes] = []
 
@@ -192,7 +200,7 @@ class TensorBlocks:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().ctypes.data)
 
     def read(self, group_id: int, block_ids: BlockIds, out: Bytes) -> None:
-        """Copy blocks into the rows of ``out`` (n, at least the group's payload bytes).
+        """Copy blocks into the rows of ``out`` (one each part, at least the payload's bytes).
 
         Bytes of a row beyond the payload are left as they are.
 
@@ -207,7 +215,7 @@ class TensorBlocks:
         self._device_copy(group_id, ids, rows, to_host=True)
 
     def write(self, group_id: int, block_ids: BlockIds, data: Bytes) -> None:
-        """Copy the rows of ``data`` (n, at least the group's payload bytes) into blocks.
+        """Copy the rows of ``data`` (one each part, at least the payload's bytes) into blocks.
 
         Raises:
             IndexError: a block id is outside the KV cache; nothing was copied.
@@ -223,26 +231,28 @@ class TensorBlocks:
         self, group_id: int, block_ids: BlockIds, rows: Bytes
     ) -> tuple[npt.NDArray[np.int64], Bytes]:
         ids = np.asarray(block_ids, dtype=np.int64)
-        payload = self.layout.groups[group_id].payload_bytes
-        if rows.ndim != 2 or len(rows) < len(ids) or rows.shape[1] < payload:  # noqa: PLR2004
-            raise ValueError(f"{len(ids)} blocks of {payload} bytes do not fit in {rows.shape}")
+        group = self.layout.groups[group_id]
+        payload, num_rows = group.payload_bytes, len(ids) * group.values_per_block
+        if rows.ndim != 2 or len(rows) < num_rows or rows.shape[1] < payload:  # noqa: PLR2004
+            raise ValueError(f"{num_rows} values of {payload} bytes do not fit in {rows.shape}")
         # A negative id would address from the end, as numpy has it: another block's bytes.
         if ids.size and not (ids.min() >= 0 and ids.max() < self._num_blocks):
             raise IndexError(f"block ids {ids.min()}..{ids.max()} are outside the KV cache")
-        return ids, rows[: len(ids), :payload]
+        return ids, rows[:num_rows, :payload]
 
     def _device_copy(
         self, group_id: int, ids: npt.NDArray[np.int64], rows: Bytes, *, to_host: bool
     ) -> None:
         """Copy through a bounded buffer on the device, one transfer per row of the host."""
         host = torch.from_numpy(rows)
-        step = max(DEVICE_STAGING_BYTES // max(rows.shape[1], 1), 1)
+        per_block = self.layout.groups[group_id].values_per_block
+        step = max(DEVICE_STAGING_BYTES // max(rows.shape[1] * per_block, 1), 1)
         stream: AbstractContextManager[Any] = nullcontext()
         if self._stream is not None:
             stream = torch.cuda.stream(self._stream)
         with stream:
             for first in range(0, len(ids), step):
-                part = host[first : first + step]
+                part = host[first * per_block : (first + step) * per_block]
                 places = torch.from_numpy(ids[first : first + step]).to(self._device)
                 staged = torch.empty(part.shape, dtype=torch.uint8, device=self._device)
                 if not to_host:
@@ -279,6 +289,7 @@ def _group_layout(spec: Any, layers: Sequence[Layer]) -> GroupLayout:
     runs = [(json.dumps(run), len(list(same))) for run, same in groupby(arrangements)]
     return GroupLayout(
         block_size=spec.block_size,
+        values_per_block=layers[0].segment.num_parts if layers else 0,
         segment_bytes=tuple(layer.segment.num_bytes for layer in layers),
         description="; ".join(f"{count} x {text}" for text, count in runs),
     )

@@ -167,7 +167,7 @@ def check_engine(vllm_config: Any) -> list[str]:
     An empty list means the engine's settings are fine; the model itself is judged by
     :func:`translate_groups`.
     """
-    faults = list(_parallel_faults(vllm_config.parallel_config))
+    faults: list[str] = []
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching and not features.prefix_caching_forced_off(vllm_config):
         faults.append(
@@ -190,18 +190,6 @@ def check_engine(vllm_config: Any) -> list[str]:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         faults.append("--kv-sharing-fast-prefill is not supported yet: remove it")
     return faults
-
-
-def _parallel_faults(parallel: Any) -> Iterator[str]:
-    for flag, attribute in (
-        ("--tensor-parallel-size", "tensor_parallel_size"),
-        ("--pipeline-parallel-size", "pipeline_parallel_size"),
-        ("--prefill-context-parallel-size", "prefill_context_parallel_size"),
-        ("--decode-context-parallel-size", "decode_context_parallel_size"),
-    ):
-        size = getattr(parallel, attribute, 1)
-        if size > 1:
-            yield f"{flag} {size} is not supported yet: set it to 1 or remove --kv-transfer-config"
 
 
 def _group_faults(ids: tuple[int, ...], groups: list[Any]) -> Iterator[str]:

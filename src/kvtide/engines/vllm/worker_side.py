@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.config import PoolConfig
+from kvtide.core.topology import Topology
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
@@ -36,6 +37,7 @@ class WorkerSide:
         kv_cache_config: Any,
         store: Store,
         *,
+        topology: Topology,
         rank: int,
     ) -> None:
         self._vllm_config = vllm_config
@@ -44,6 +46,7 @@ class WorkerSide:
         self._format = pool_format
         self._kv_cache_config = kv_cache_config
         self._store = store
+        self._topology = topology
         self._rank = rank
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
@@ -52,12 +55,19 @@ class WorkerSide:
         """Take the engine's KV tensors, one per layer, and start."""
         config = self._config
         traits = features.attention_traits(self._vllm_config, kv_caches)
+        role = self._topology.role(self._rank)
         self._blocks = TensorBlocks(
             kv_caches,
             self._kv_cache_config,
             self._plan.group_ids,
             traits,
+            num_parts=[len(parts) for parts in role.parts],
             find=self._format.find_blocks,
+        )
+        role = role.without(
+            group_id
+            for group_id, group in enumerate(self._blocks.layout.groups)
+            if not group.values_per_block
         )
         try:
             self._worker = PoolWorker(
@@ -66,7 +76,7 @@ class WorkerSide:
                 PrefixDatabases(
                     [group.block_size for group in self._plan.groups],
                     self._plan.hash_block_size,
-                    self._rank,
+                    role.parts,
                     self._format.keys,
                 ),
                 limits=WorkerLimits(
@@ -77,6 +87,7 @@ class WorkerSide:
                     max_bad_keys=config.max_bad_keys,
                     flush_timeout_s=config.flush_timeout_s,
                 ),
+                role=role,
                 values=self._format.values,
             )
         except (OSError, MemoryError, OverflowError) as error:
@@ -87,7 +98,9 @@ class WorkerSide:
 
     def handshake(self) -> KVTideHandshake | None:
         """Return this rank's layout, once there is one."""
-        return None if self._blocks is None else KVTideHandshake(self._blocks.layout)
+        if self._blocks is None:
+            return None
+        return KVTideHandshake(self._blocks.layout, self._rank, self._topology)
 
     def take_over(self, metadata: KVTideMetadata) -> None:
         """Take the step's jobs over."""

@@ -1,0 +1,260 @@
+"""The ranks of a vLLM engine: how each group's blocks are divided among them, and who shares.
+
+vLLM tells of multi-head latent attention that every tensor parallel rank holds the same bytes, and
+of grouped-query attention nothing: where ranks outnumber a layer's KV heads, ranks in a row hold
+copies of one (``QKVParallelLinear``). Whether that is so is decided here from the model's
+configuration, and where it is not certain each rank keeps bytes of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtide.config import PoolConfig
+from kvtide.core.topology import ParallelSizes, Split, Topology
+from kvtide.engines.vllm import features
+from kvtide.engines.vllm.settings import plain
+from kvtide.engines.vllm.specs import is_held_by_all_ranks, is_state
+from kvtide.errors import ConfigError
+
+_HEAD_COUNTS = re.compile(
+    r"(kv|key_value).*head|head.*kv|attention_groups|query_group|n_heads_in_group"
+)
+"""Names under which configurations of models keep a number of KV heads, or what decides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """An engine's topology, and with whom its values are shared.
+
+    ``shared_shards`` are the shards of each group where engines of other tensor parallel sizes
+    share the pool, ``None`` where only engines of the same size do. ``unshared`` says why not, if
+    that was asked for; ``faults`` what stands against running at all.
+    """
+
+    topology: Topology
+    shared_shards: tuple[int, ...] | None = None
+    unshared: tuple[str, ...] = ()
+
+    def describe(self, store_tp_size: int) -> str | None:
+        """Return a line on what is shared over tensor parallel sizes, if that was asked for."""
+        if not store_tp_size:
+            return None
+        if self.shared_shards is None:
+            return (
+                f"store_tp_size is {store_tp_size}, but the pool is shared only with engines of "
+                f"tensor parallel size {self.topology.sizes.tp_size}: {'; '.join(self.unshared)}"
+            )
+        shards = ", ".join(
+            f"KV cache group {group_id} in {count} shard{'s' if count > 1 else ''} of its heads"
+            for group_id, count in enumerate(self.shared_shards)
+        )
+        return (
+            f"store_tp_size is {store_tp_size}: the pool is shared with engines of every tensor "
+            f"parallel size that divides it, {shards}"
+        )
+
+
+def parallel_sizes(vllm_config: Any) -> ParallelSizes:
+    """Return the sizes of the engine's kinds of parallelism, those that share one scheduler."""
+    parallel = vllm_config.parallel_config
+    return ParallelSizes(
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        dcp_size=parallel.decode_context_parallel_size,
+    )
+
+
+def this_rank(sizes: ParallelSizes) -> int:
+    """Return the number of the rank that this process is.
+
+    Raises:
+        ConfigError: vLLM forms its ranks in another way than kvtide knows.
+    """
+    if sizes.num_ranks == 1:
+        return 0
+    found = features.rank_place()
+    for rank in range(sizes.num_ranks):
+        if sizes.place(rank) == found:
+            return rank
+    raise ConfigError(
+        f"this rank stands at {found} in vLLM's parallel groups, where kvtide knows no rank of "
+        f"{sizes}: run without kvtide (remove --kv-transfer-config), and report this"
+    )
+
+
+def plan_ranks(
+    config: PoolConfig, group_ids: Sequence[int], kv_cache_config: Any, vllm_config: Any
+) -> RankPlan:
+    """Return who holds what of the groups ``group_ids``, and who shares it.
+
+    Raises:
+        ConfigError: the options or the model do not fit the parallel sizes.
+    """
+    sizes = parallel_sizes(vllm_config)
+    if sizes.num_ranks == 1 and not config.store_tp_size:
+        return RankPlan(Topology.undivided(len(group_ids)))
+    groups = [_GroupHeads(kv_cache_config, number, vllm_config, sizes) for number in group_ids]
+    faults = list(_faults(config, groups, sizes))
+    if faults:
+        raise ConfigError(faults)
+    if config.key_format == "vllm":
+        return RankPlan(Topology(sizes, tuple(group.in_tree_split() for group in groups)))
+    own = RankPlan(Topology(sizes, tuple(group.split() for group in groups)))
+    if not config.store_tp_size:
+        return own
+    unshared = tuple(
+        f"KV cache group {group.number} {reason}"
+        for group in groups
+        for reason in group.reasons_not_to_share(config.store_tp_size)
+    )
+    if sizes.dcp_size > 1 or sizes.pcp_size > 1:
+        unshared = ("context parallel ranks hold other blocks than engines without them",)
+    if unshared:
+        return RankPlan(own.topology, unshared=unshared)
+    shards = tuple(group.num_shards(config.store_tp_size) for group in groups)
+    return RankPlan(Topology(sizes, tuple(Split(count) for count in shards)), shards)
+
+
+def _faults(
+    config: PoolConfig, groups: Sequence[_GroupHeads], sizes: ParallelSizes
+) -> Iterator[str]:
+    if sizes.pcp_size > 1 and len(groups) > 1:
+        yield (
+            f"--prefill-context-parallel-size {sizes.pcp_size} is not supported for a model of "
+            f"{len(groups)} KV cache groups: set it to 1 or remove --kv-transfer-config"
+        )
+    if sizes.pcp_size > 1 and config.key_format == "vllm":
+        yield (
+            f"--prefill-context-parallel-size {sizes.pcp_size} cannot be used with key_format "
+            "'vllm': set it to 1, or leave key_format at 'kvtide'"
+        )
+    if config.store_tp_size % sizes.tp_size:
+        yield (
+            f"store_tp_size is {config.store_tp_size}, which this engine's tensor parallel size "
+            f"{sizes.tp_size} does not divide: set it, in all engines that share the pool, to "
+            "the least common multiple of their tensor parallel sizes"
+        )
+    if config.key_format == "vllm":
+        for group in groups:
+            if not group.is_certain and not group.is_held_by_all and sizes.dcp_size == 1:
+                yield (
+                    f"KV cache group {group.number} may have layers of different numbers of KV "
+                    "heads, of which vLLM's in-tree connector stores copies that are none: leave "
+                    "key_format at 'kvtide'"
+                )
+
+
+class _GroupHeads:
+    """What is known of how one group's heads are divided among tensor parallel ranks."""
+
+    def __init__(
+        self, kv_cache_config: Any, number: int, vllm_config: Any, sizes: ParallelSizes
+    ) -> None:
+        spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        self.number = number
+        self._sizes = sizes
+        self._layers = features.each_layer_spec(spec)
+        self._is_token_sharded = features.block_span(spec, vllm_config) != spec.block_size
+        self._has_states = any(is_state(layer) for layer in self._layers)
+        self._total_heads = total_kv_heads(vllm_config)
+        self._in_tree_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+        self.is_held_by_all = all(is_held_by_all_ranks(layer) for layer in self._layers)
+        """Whether every tensor parallel rank holds the same bytes."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is certain how many heads each layer has in all."""
+        total, tp_size = self._total_heads, self._sizes.tp_size
+        if not total or self._has_states or (total % tp_size and tp_size % total):
+            return False
+        wanted = max(1, total // tp_size)
+        return all(getattr(layer, "num_kv_heads", 0) == wanted for layer in self._layers)
+
+    def split(self) -> Split:
+        """Return how the group is divided where only engines of one kind share."""
+        tp_size = self._sizes.tp_size
+        if self.is_held_by_all:
+            return Split(1, self._is_token_sharded)
+        shards = min(tp_size, self._total_heads or tp_size) if self.is_certain else tp_size
+        return Split(shards, self._is_token_sharded)
+
+    def in_tree_split(self) -> Split:
+        """Return how vLLM's in-tree connector divides the group.
+
+        As its ``_spec_tp_replication_factor`` and ``_init_lookup_key_prefixes`` have it: with
+        decode-context parallelism every rank has keys of its own.
+        """
+        tp_size = self._sizes.tp_size
+        if self._sizes.dcp_size > 1:
+            return Split(tp_size, is_token_sharded=True)
+        if self._has_states:
+            return Split(tp_size)
+        if self.is_held_by_all:
+            return Split(1)
+        return Split(min(tp_size, self._in_tree_heads or tp_size))
+
+    def num_shards(self, store_tp_size: int) -> int:
+        """Return into how many shards the group's heads are cut for all tensor parallel sizes."""
+        if self.is_held_by_all:
+            return 1
+        assert self._total_heads is not None
+        return min(store_tp_size, self._total_heads)
+
+    def reasons_not_to_share(self, store_tp_size: int) -> Iterator[str]:
+        """Yield why engines of other tensor parallel sizes cannot use the group's values."""
+        if self.is_held_by_all:
+            return
+        total = self._total_heads
+        if self._has_states:
+            yield "holds states, which are not divided by heads"
+        elif not self.is_certain or not total:
+            yield "may have layers of different numbers of KV heads"
+        elif total % store_tp_size and store_tp_size % total:
+            yield (
+                f"has {total} KV heads, which {store_tp_size} shards do not divide: set "
+                f"store_tp_size to a divisor or a multiple of {total}"
+            )
+        elif any(_is_packed(layer) for layer in self._layers):
+            yield "packs several heads into one"
+
+
+def _is_packed(layer: Any) -> bool:
+    slots = getattr(layer, "num_head_slots", None)
+    return slots is not None and slots != layer.num_kv_heads
+
+
+def total_kv_heads(vllm_config: Any) -> int | None:
+    """Return how many KV heads each attention layer has in all, ``None`` where it may differ.
+
+    Some models have layers of two kinds with numbers of their own, and a draft model's layers may
+    be among a group's.
+    """
+    models = [vllm_config.model_config]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        models.append(speculative.draft_model_config)
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    for model in models:
+        if model is None or int(model.get_total_num_kv_heads()) != total:
+            return None
+        counts = _head_counts(plain(model.hf_text_config, "hf_text_config"))
+        if any(count != total for count in counts):
+            return None
+    return total
+
+
+def _head_counts(config: object, name: str = "") -> Iterator[object]:
+    """Yield every number of KV heads that a configuration has, at whatever depth."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _head_counts(value, str(key) if not isinstance(value, Mapping) else "")
+    elif isinstance(config, list):
+        for value in config:
+            yield from _head_counts(value, name)
+    elif config is not None and _HEAD_COUNTS.search(name):
+        yield config
