@@ -270,7 +270,7 @@ def arrival_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
 def lookup_rows(rounds: int) -> Iterator[Row]:
     """Count keys and time key building of lookups over 128k tokens; the store answers at once."""
     hashes = fake_hashes(LONGEST // BLOCK)
-    databases = COORDINATOR.databases(NAMESPACE, range(1))
+    databases = COORDINATOR.databases(NAMESPACE)
     query = LookupQuery(0, LONGEST - BLOCK, HashWindow(hashes))
     for what, present in (("cold miss", False), ("full hit", True)):
         keys = 0

@@ -31,7 +31,10 @@ DEFAULT_PATH = Path("/dev/shm/kvtide-bench")  # noqa: S108 - removed before and 
 
 def names(mark: str) -> list[str]:
     """Return as many keys as a job has chunks."""
-    return [f"kvtide:{'f' * 32}@rank:0@group:0@{mark}{number:062x}" for number in range(CHUNKS)]
+    return [
+        f"kvtide:{'f' * 32}@pp:0@shard:0@dcp:0@group:0@{mark}{number:062x}"
+        for number in range(CHUNKS)
+    ]
 
 
 def order_rows(path: Path, payload: int, rounds: int) -> Iterator[Row]:

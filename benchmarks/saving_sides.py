@@ -264,7 +264,7 @@ class KVTideSide:
         self._worker = PoolWorker(
             self._blocks,
             counted,
-            PrefixDatabases([BLOCK], BLOCK, 0),
+            PrefixDatabases([BLOCK], BLOCK),
             limits=WorkerLimits(staging_bytes=config.staging_size, load_staging_bytes=1 << 20),
         )
         coordinator = Coordinator((FullAttention(BLOCK),), BLOCK)

@@ -18,7 +18,7 @@ from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
 from kvtide.testing.engine_setup import EngineSetup, HookOrder, ManualClock
 from kvtide.testing.interrupts import InterruptedStore
-from tests.engine_models import MODELS, Model, best_hit
+from tests.engine_models import DIVISIONS, MODELS, Division, Model, best_hit
 
 IDS = ["a", "b", "c", "d", "e"]
 FAULTS = [
@@ -58,7 +58,6 @@ setups = st.builds(
     model=st.sampled_from(list(MODELS.values())),
     max_tokens_per_step=st.sampled_from([3, 7, 16, 64]),
     max_running=st.sampled_from([1, 2, 8]),
-    num_ranks=st.integers(1, 2),
     num_drafts=st.sampled_from([0, 0, 3]),
     order=st.sampled_from(HookOrder),
     tell_preemptions=st.booleans(),
@@ -104,17 +103,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         setup=setups,
+        division=st.sampled_from(list(DIVISIONS.values())),
         num_engines=st.sampled_from([1, 1, 2]),
         capacity=st.sampled_from([1 << 30, 1 << 30, 600]),
     )
-    def start(self, setup: EngineSetup, num_engines: int, capacity: int) -> None:
-        """Any configuration; replicas share model, weights and store."""
+    def start(
+        self, setup: EngineSetup, division: Division, num_engines: int, capacity: int
+    ) -> None:
+        """Any configuration; replicas share model, weights and store, not the number of ranks."""
         self.clock = ManualClock()
         self.memory = MemoryStore(capacity)
         self.faulty = FaultyStore(self.memory)
         self.store = InterruptedStore(self.faulty)
         self.engines = [
-            ScriptedEngine(self.store, setup, clock=self.clock) for _ in range(num_engines)
+            ScriptedEngine(self.store, division.apply(setup, number), clock=self.clock)
+            for number in range(num_engines)
         ]
         self.capacity = capacity
         for engine in self.engines:
@@ -278,11 +281,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what the pool does
 
-    @rule(index=st.integers(0, 1), rank=st.integers(0, 1), part=st.integers(0, 3))
+    @rule(index=st.integers(0, 1), rank=st.integers(0, 3), part=st.integers(0, 3))
     def run_part(self, index: int, rank: int, part: int) -> None:
         """One of the pool's threads gets a turn."""
         engine = self.engine(index)
-        worker = engine.ranks.ranks[rank % engine.setup.num_ranks].worker
+        ranks = engine.ranks.ranks
+        worker = ranks[rank % len(ranks)].worker
         runs = [engine.run_lookups, worker.staging.run_pending]
         runs += [worker.sender.run_pending, worker.receiver.run_pending]
         runs[part]()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
+from kvtide.core.topology import ParallelSizes, Split
 from kvtide.testing.engine_setup import EngineSetup
 
 
@@ -29,6 +30,47 @@ class Model:
             **how,
         )
 
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a model's groups are divided among ranks: engines of all these ``sizes`` share a pool.
+
+    ``num_shards`` are those of every group. With ``is_token_sharded`` decode-context parallel ranks
+    hold different tokens of full attention; with ``is_staged`` a group is on one of two stages.
+    """
+
+    sizes: tuple[ParallelSizes, ...] = (ParallelSizes(),)
+    num_shards: int = 1
+    is_token_sharded: bool = False
+    is_staged: bool = False
+
+    def apply(self, setup: EngineSetup, number: int = 0) -> EngineSetup:
+        """Return the setup of the engine of that number."""
+        splits = tuple(
+            Split(
+                self.num_shards,
+                self.is_token_sharded and group.is_downward_closed,
+                (group_id % 2,) if self.is_staged else (),
+            )
+            for group_id, group in enumerate(setup.groups)
+        )
+        return replace(setup, sizes=self.sizes[number % len(self.sizes)], splits=splits)
+
+
+_ONE, _TWO = ParallelSizes(), ParallelSizes(tp_size=2)
+
+DIVISIONS = {
+    "one rank": Division(),
+    "two shards": Division((_TWO, _ONE), 2),
+    "copies": Division((_TWO, _ONE)),
+    "more shards than ranks": Division((_ONE, _TWO), 4),
+    "more ranks than shards": Division((ParallelSizes(tp_size=4), _TWO), 2),
+    "stages": Division((ParallelSizes(pp_size=2), ParallelSizes(tp_size=2, pp_size=2))),
+    "a stage without layers": Division((ParallelSizes(pp_size=2),), is_staged=True),
+    "tokens": Division((ParallelSizes(tp_size=2, dcp_size=2),), is_token_sharded=True),
+    "prefill contexts": Division((ParallelSizes(pcp_size=2), _ONE)),
+}
+"""The first is the simplest, as in :data:`MODELS`."""
 
 _FULL, _STATE = FullAttention(4), Mamba(8)
 _DRAFT = FullAttention(4, proof_tokens=4)

@@ -22,7 +22,7 @@ from kvtide.core.jobs import (
 )
 from kvtide.core.keys import BlockHashes
 from kvtide.core.layout import Region
-from kvtide.runtime.context import StoreShare
+from kvtide.core.topology import RankRole
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.values import TAGGED, ValueFormat
@@ -156,7 +156,10 @@ def hashes_of(name: str, end: int, first: int = 0) -> BlockHashes:
 
 
 class Rank:
-    """A worker with what surrounds it. One group of 4-token blocks unless ``groups`` says else."""
+    """A worker with what surrounds it. One group of 4-token blocks unless ``groups`` says else.
+
+    ``role`` says what it holds and stores (default: everything).
+    """
 
     def __init__(
         self,
@@ -165,14 +168,16 @@ class Rank:
         hash_block_size: int = 4,
         num_blocks: int = 64,
         threaded: bool = False,
-        share: StoreShare | None = None,
+        role: RankRole | None = None,
         store: Store | None = None,
         values: ValueFormat = TAGGED,
         **limits: float,
     ) -> None:
         self.groups = tuple(groups)
         self.clock = Clock()
-        self.blocks = FakeBlocks(byte_layout(*groups), num_blocks)
+        self.role = role or RankRole.alone(len(self.groups))
+        num_values = [len(parts) for parts in self.role.parts]
+        self.blocks = FakeBlocks(byte_layout(*groups, values_per_block=num_values), num_blocks)
         self.scripted = ScriptedStore()
         bounds: dict[str, Any] = {
             "staging_bytes": 64 * 4096,
@@ -181,14 +186,16 @@ class Rank:
             "save_timeout_s": 30.0,
             "load_timeout_s": 20.0,
         }
-        self.databases = PrefixDatabases([size for size, _ in groups], hash_block_size, 0)
+        self.databases = PrefixDatabases(
+            [size for size, _ in groups], hash_block_size, self.role.parts
+        )
         self.hash_block_size = hash_block_size
         self.worker = PoolWorker(
             self.blocks,
             store or self.scripted,
             self.databases,
             limits=WorkerLimits(**{**bounds, **limits}),
-            share=share,
+            role=self.role,
             values=values,
             clock=self.clock,
             threaded=threaded,
@@ -247,9 +254,10 @@ class Rank:
             tuple(pack_block_ids(ids) for ids in block_ids),
         )
 
-    def key(self, name: str, chunk: int, group_id: int = 0) -> str:
-        """The key of a chunk."""
-        return self.databases[0][group_id].keys(hashes_of(name, 1000), range(chunk, chunk + 1))[0]
+    def key(self, name: str, chunk: int, group_id: int = 0, number: int = 0) -> str:
+        """The key of a chunk, or of value ``number`` of it."""
+        database = self.databases[0][group_id][number]
+        return database.keys(hashes_of(name, 1000), range(chunk, chunk + 1))[0]
 
     def fill(self, name: str, block_ids: Sequence[int], group_id: int = 0) -> list[bytes]:
         """Let the engine compute a request's chunks into these blocks."""

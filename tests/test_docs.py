@@ -230,7 +230,7 @@ class Example:
             self.lookups,
             limits=SaveLimits(max_pinned_blocks=100, max_job_tokens=1 << 20),
         )
-        self.database = coordinator.databases("ns", range(1))[0][0]
+        self.database = coordinator.databases("ns")[0][0]
 
     def arrive(self, num_tokens: int, held: int = 0) -> tuple[RecordingRequest, int | None, int]:
         """Return a new request, what is promised to it, and how many keys were asked for."""
@@ -292,7 +292,7 @@ def test_the_example_of_the_groups_page() -> None:
     lookups = ManualLookups(coordinator, lambda keys: [key in present for key in keys])
     limits = SaveLimits(max_pinned_blocks=100, max_job_tokens=1 << 20)
     scheduler = PoolScheduler(coordinator, lookups, limits=limits)
-    databases = [ranks[0] for ranks in coordinator.databases("ns", range(1))]
+    databases = [ranks[0] for ranks in coordinator.databases("ns")]
     tables = [list(range(1, 13)), list(range(21, 33)), [0, 0, 43]]
     view = RecordingRequest(num_tokens=200, hashes=fake_hashes(12), tables=tables)
 

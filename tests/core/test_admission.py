@@ -11,12 +11,13 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.requests import RequestTracker
+from kvtide.core.topology import WHOLE
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 
 COORDINATOR = Coordinator((FullAttention(16),), 16)
 DATABASE = ChunkedTokenDatabase.for_group(
-    KeyMetadata("ns", 0, 0), block_size=16, hash_block_size=16
+    KeyMetadata("ns", WHOLE, 0), block_size=16, hash_block_size=16
 )
 HASHES = fake_hashes(20)
 
@@ -236,7 +237,7 @@ STATES = Coordinator((FullAttention(16), Mamba(16)), 16)
 
 def states_at(house: House, *boundaries: int) -> None:
     """Let the store hold the states after so many tokens."""
-    database = STATES.databases("ns", range(1))[1][0]
+    database = STATES.databases("ns")[1][0]
     house.present |= {database.key_for(HASHES[token // 16 - 1]) for token in boundaries}
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtide.core.chunks import Chunk, ChunkedTokenDatabase, ceil_div
 from kvtide.core.keys import BlockHashes, KeyMetadata
+from kvtide.core.topology import Part
 from kvtide.testing.requests import fake_hashes
 
 
@@ -112,11 +113,11 @@ def test_a_block_must_be_whole_hash_blocks() -> None:
 
 
 def test_a_group_gets_its_own_prefix() -> None:
-    """Rank and group are part of every key."""
+    """Part and group are in every key."""
     db = ChunkedTokenDatabase.for_group(
-        KeyMetadata("ns", rank=2, group_id=5), block_size=16, hash_block_size=16
+        KeyMetadata("ns", Part(1, 2, 3), group_id=5), block_size=16, hash_block_size=16
     )
-    assert db.key_for(b"\x01") == "ns@rank:2@group:5@01"
+    assert db.key_for(b"\x01") == "ns@pp:1@shard:2@dcp:3@group:5@01"
 
 
 def test_ceil_div_rounds_up() -> None:

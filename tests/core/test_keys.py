@@ -16,11 +16,11 @@ from kvtide.core.keys import (
     KeyMetadata,
     PoolKey,
     PrefixTable,
-    RankPlace,
     VllmPoolKey,
     namespace_for,
     vllm_namespace,
 )
+from kvtide.core.topology import WHOLE, Part
 from kvtide.testing.requests import fake_hashes
 
 IDENTITY = CacheIdentity(
@@ -139,13 +139,15 @@ def test_an_identity_must_be_plain_data() -> None:
         CacheIdentity({"spec": object()}, None).fingerprint()
 
 
-def test_a_key_says_namespace_rank_group_and_hash() -> None:
+def test_a_key_says_namespace_part_group_and_hash() -> None:
     """The prefix is built once and a key is one join."""
     namespace = namespace_for("prod", IDENTITY)
     assert namespace == f"prod@kvtide:{IDENTITY.fingerprint()}"
     assert namespace_for("", IDENTITY) == f"kvtide:{IDENTITY.fingerprint()}"
-    prefix = PoolKey.build_prefix(KeyMetadata(namespace, rank=3, group_id=1))
-    assert PoolKey.build_key_string(prefix, "ab12") == f"{namespace}@rank:3@group:1@ab12"
+    prefix = PoolKey.build_prefix(KeyMetadata(namespace, Part(1, 2, 3), group_id=1))
+    assert (
+        PoolKey.build_key_string(prefix, "ab12") == f"{namespace}@pp:1@shard:2@dcp:3@group:1@ab12"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,16 +158,14 @@ def test_a_key_of_vllm_s_names_the_model_by_the_end_of_its_path(model: str, name
     """No fingerprint: the operator answers for the name."""
     assert vllm_namespace("", model) == name
     assert vllm_namespace("prod", model) == f"prod@{name}"
-    prefix = VllmPoolKey().build_prefix(KeyMetadata(f"prod@{name}", rank=0, group_id=1))
+    prefix = VllmPoolKey().build_prefix(KeyMetadata(f"prod@{name}", WHOLE, group_id=1))
     assert prefix == f"prod@{name}@tp_rank:0@pcp0@dcp0@pp_rank:0@group:1"
 
 
-def test_a_rank_of_vllm_s_keys_is_named_by_where_it_stands() -> None:
-    """A rank without a place has no name, and must not get another one's."""
-    keys = VllmPoolKey((RankPlace(tp_rank=4), RankPlace(1, 2, 3, 4)))
-    assert keys.build_prefix(KeyMetadata("m", 1, 0)) == "m@tp_rank:1@pcp2@dcp3@pp_rank:4@group:0"
-    with pytest.raises(IndexError):
-        keys.build_prefix(KeyMetadata("m", 2, 0))
+def test_a_part_of_vllm_s_keys_is_named_as_a_place() -> None:
+    """Ranks in a row that hold the same bytes have one name: that of their shard."""
+    prefix = VllmPoolKey.build_prefix(KeyMetadata("m", Part(4, 1, 3), 0))
+    assert prefix == "m@tp_rank:1@pcp0@dcp3@pp_rank:4@group:0"
 
 
 def test_prefix_ids_are_announced_once() -> None:

@@ -15,6 +15,7 @@ from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
 from kvtide.core.probes import FIRST_PROBE_KEYS
 from kvtide.core.search import Boundaries
+from kvtide.core.topology import Part
 from kvtide.testing.requests import fake_hashes
 from tests.core.models import Contents, contents, longest_hit
 
@@ -41,7 +42,7 @@ def databases(num_ranks: int = 1) -> list[ChunkedTokenDatabase]:
     """One database per rank of one group."""
     return [
         ChunkedTokenDatabase.for_group(
-            KeyMetadata("ns", rank, 0), block_size=BLOCK, hash_block_size=BLOCK
+            KeyMetadata("ns", Part(shard_id=rank), 0), block_size=BLOCK, hash_block_size=BLOCK
         )
         for rank in range(num_ranks)
     ]

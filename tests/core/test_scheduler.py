@@ -24,6 +24,7 @@ from kvtide.core.jobs import (
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
+from kvtide.core.topology import WHOLE
 from kvtide.core.transfer import HandOff
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
@@ -31,7 +32,7 @@ from kvtide.testing.requests import RecordingRequest, fake_hashes
 BLOCK = 16
 COORDINATOR = Coordinator((FullAttention(BLOCK),), BLOCK)
 DATABASE = ChunkedTokenDatabase.for_group(
-    KeyMetadata("ns", 0, 0), block_size=BLOCK, hash_block_size=BLOCK
+    KeyMetadata("ns", WHOLE, 0), block_size=BLOCK, hash_block_size=BLOCK
 )
 
 
@@ -750,7 +751,7 @@ def test_where_requests_that_begin_alike_part_a_boundary_is_kept() -> None:
     """Full attention of 32 tokens is stored, no window of them: the next request leaves those."""
     groups = (FullAttention(BLOCK), SlidingWindow(BLOCK, window=20))
     coordinator = Coordinator(groups, BLOCK, retention_interval=0)
-    full = coordinator.databases("ns", range(1))[0][0]
+    full = coordinator.databases("ns")[0][0]
     hashes = fake_hashes(8)
     present = {full.key_for(value) for value in hashes[:2]}
     lookups = ManualLookups(coordinator, lambda keys: [key in present for key in keys])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtide.core.admission import AdmissionLimits
-from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.topology import ParallelSizes
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
@@ -22,9 +22,7 @@ PROMPT = list(range(100))
 
 def key_of(engine: ScriptedEngine, tokens: list[int], chunk: int, rank: int = 0) -> str:
     """The key of one chunk of a prompt (one group of blocks of 4)."""
-    database: ChunkedTokenDatabase = engine.coordinator.databases(engine.namespace, range(2))[0][
-        rank
-    ]
+    database = engine.databases()[0][rank]
     return database.key_for(chain_hashes(tokens, 4, [])[chunk])
 
 
@@ -60,7 +58,7 @@ def test_a_queued_job_keeps_its_blocks_from_other_requests() -> None:
 def test_blocks_are_held_until_the_slowest_rank_has_copied_them() -> None:
     """One rank's report frees nothing; else the other stores what the next request computes."""
     memory = MemoryStore()
-    engine = ScriptedEngine(memory, EngineSetup(num_blocks=12, num_ranks=2))
+    engine = ScriptedEngine(memory, EngineSetup(num_blocks=12, sizes=ParallelSizes(tp_size=2)))
     engine.add("a", range(16))
     engine.run_lookups()
     engine.step(run_pool=False)
@@ -138,7 +136,7 @@ def test_loads_that_always_fail_cost_a_request_at_most_two(
 ) -> None:
     """At the first key, in the middle or at the last; then it computes, and computes right."""
     faulty = FaultyStore(MemoryStore())
-    engine = warm(faulty, EngineSetup(num_ranks=num_ranks))
+    engine = warm(faulty, EngineSetup(sizes=ParallelSizes(tp_size=num_ranks)))
     bad = key_of(engine, PROMPT, chunk, num_ranks - 1)
     # Removing does not help: somebody else may write the same bytes again.
     fault = failing_gets()[kind]
@@ -193,7 +191,7 @@ def test_a_value_too_large_for_staging_fails_its_load() -> None:
 def test_a_value_evicted_between_promise_and_read_costs_only_what_follows_it() -> None:
     """On one rank only; both ranks agree, and the engine lives."""
     memory = MemoryStore()
-    engine = warm(memory, EngineSetup(num_ranks=2))
+    engine = warm(memory, EngineSetup(sizes=ParallelSizes(tp_size=2)))
     request = engine.add("r", PROMPT, max_tokens=3)
     engine.run_lookups()
     engine.step(run_pool=False)

@@ -118,7 +118,7 @@ def test_a_bad_state_is_removed_and_written_anew() -> None:
     engine = ScriptedEngine(faulty, STATE)
     run(engine, PROMPT)
     engine.pool.drop_cached()
-    databases = engine.coordinator.databases(engine.namespace, range(1))
+    databases = engine.databases()
     request = engine.add("bad", PROMPT, max_tokens=3)
     key = databases[1][0].key_for(request.block_hashes[23])
     faulty.script = (Fault(FaultKind.FLIPPED, "get", keys=key.__eq__),)
@@ -160,7 +160,7 @@ def test_a_hit_is_what_every_group_can_load(missing_group: int) -> None:
     groups = (FullAttention(4), SlidingWindow(4, window=6), Mamba(4))
     engine = ScriptedEngine(memory, EngineSetup(groups=groups, max_tokens_per_step=4))
     request = run(engine, list(range(33)))
-    database = engine.coordinator.databases(engine.namespace, range(1))[missing_group][0]
+    database = engine.databases()[missing_group][0]
     assert memory.remove([database.key_for(request.block_hashes[7])])
     engine.pool.drop_cached()
     again = run(engine, list(range(33)), "again")
@@ -178,7 +178,7 @@ def test_a_value_that_vanishes_behind_the_hit_costs_one_failed_load() -> None:
     engine.run_lookups()
     engine.step(run_pool=False)
     assert request.state is EngineState.LOADING
-    database = engine.coordinator.databases(engine.namespace, range(1))[2][0]
+    database = engine.databases()[2][0]
     memory.remove([database.key_for(first.block_hashes[23])])
     engine.run()
     assert request.num_loads == 2

@@ -12,6 +12,7 @@ import pytest
 from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.jobs import BoundaryJob
 from kvtide.core.saving import SavePolicy
+from kvtide.core.topology import ParallelSizes
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.tags import TAG_BYTES
 from kvtide.stores.memory import MemoryStore
@@ -61,7 +62,7 @@ def matched_keys(engine: ScriptedEngine, request: EngineRequest) -> set[str]:
     Those of all boundaries, whether or not the store can have what they need.
     """
     setup, hashes = engine.setup, request.block_hashes
-    databases = engine.coordinator.databases(engine.namespace, range(setup.num_ranks))
+    databases = engine.databases()
     known_tokens = len(hashes) * setup.hash_block_size
     return {
         database.key_for(hashes[end_token // setup.hash_block_size - 1])
@@ -86,7 +87,8 @@ def test_each_key_is_checked_once_and_put_once_on_each_rank(name: str) -> None:
     """
     model = HYBRIDS[name]
     engine = ScriptedEngine(
-        MemoryStore(), model.setup(num_ranks=2, max_tokens_per_step=24, num_blocks=200)
+        MemoryStore(),
+        model.setup(sizes=ParallelSizes(tp_size=2), max_tokens_per_step=24, num_blocks=200),
     )
     run(engine, PROMPT[:99], max_tokens=40)
     may_repeat = name in ("state, two sizes, cut blocks", "short window and drafts")
@@ -141,9 +143,7 @@ def test_a_step_reads_only_what_it_adds_and_no_table_of_states(large: ScriptedEn
 def test_a_boundary_costs_no_more_reads_than_resuming_there_needs(retention_units: int) -> None:
     """I3: its job reads the window behind it and the blocks it cuts, however long the request."""
     model = HYBRIDS["window and state"]
-    setup = model.setup(
-        retention_units=retention_units, num_blocks=300, max_tokens_per_step=16, num_ranks=1
-    )
+    setup = model.setup(retention_units=retention_units, num_blocks=300, max_tokens_per_step=16)
     engine = ScriptedEngine(MemoryStore(), setup)
     run(engine, list(range(500)), max_tokens=30)
     assert engine.scheduler.counters["boundary_jobs"] > 0
@@ -247,7 +247,7 @@ def test_one_engine_saves_the_prompt_and_another_the_answer(name: str) -> None:
 def test_a_failing_store_changes_no_token(name: str, fault: str) -> None:
     """I9: cold, warm from the pool and warm from the engine, on two ranks."""
     faulty = FaultyStore(MemoryStore())
-    setup = HYBRIDS[name].setup(num_ranks=2, max_tokens_per_step=24)
+    setup = HYBRIDS[name].setup(sizes=ParallelSizes(tp_size=2), max_tokens_per_step=24)
     engine = ScriptedEngine(faulty, setup)
     clean = fault not in PUT_CANNOT_SUCCEED and fault != "vanished exists"
     if clean:  # faults of reading need something to read
@@ -349,7 +349,9 @@ def test_states_handed_off_during_a_back_off_are_lost_and_counted(name: str) -> 
 
 def test_boundary_jobs_end_once_on_every_rank() -> None:
     """I6: each job that was emitted is among those that ended, on both ranks."""
-    engine = ScriptedEngine(MemoryStore(), HYBRIDS["state, cut blocks"].setup(num_ranks=2))
+    engine = ScriptedEngine(
+        MemoryStore(), HYBRIDS["state, cut blocks"].setup(sizes=ParallelSizes(tp_size=2))
+    )
     jobs: list[int] = []
     ends: list[tuple[int, int]] = []
     step, on_report = engine.scheduler.step, engine.scheduler.on_report

@@ -10,6 +10,7 @@ import pytest
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.saving import SavePolicy
+from kvtide.core.topology import ParallelSizes
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore
@@ -142,7 +143,8 @@ def test_a_repeated_prompt_hits_up_to_its_last_boundary_but_one_token(
 ) -> None:
     """I4: whatever the length, every full block is loaded, except that one token must be left."""
     engine = ScriptedEngine(
-        MemoryStore(), EngineSetup(groups=full_attention(*block_sizes), num_ranks=2)
+        MemoryStore(),
+        EngineSetup(groups=full_attention(*block_sizes), sizes=ParallelSizes(tp_size=2)),
     )
     prompt = list(range(num_tokens))
     run_one(engine, prompt)
@@ -199,7 +201,7 @@ PUT_CANNOT_SUCCEED = {"lost exists", "lost put", "failed put", "no_space put", "
 def test_a_failing_store_changes_no_token(name: str, num_ranks: int) -> None:
     """I9: cold, warm from the pool, and warm from the engine; saving goes on where it can."""
     faulty = FaultyStore(MemoryStore())
-    engine = ScriptedEngine(faulty, EngineSetup(num_ranks=num_ranks))
+    engine = ScriptedEngine(faulty, EngineSetup(sizes=ParallelSizes(tp_size=num_ranks)))
     clean = name not in PUT_CANNOT_SUCCEED and name != "vanished exists"
     if clean:  # faults of reading need something to read
         run_one(engine, PROMPT, max_tokens=9)
@@ -264,7 +266,9 @@ def test_bytes_survive_preemption_in_every_order_of_hooks(
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_job_ends_once_per_rank_whatever_the_store_does(name: str) -> None:
     """I6: one end for each job and rank, at most one staging before it, and nothing held after."""
-    engine = ScriptedEngine(FaultyStore(MemoryStore(), FAULTS[name]), EngineSetup(num_ranks=2))
+    engine = ScriptedEngine(
+        FaultyStore(MemoryStore(), FAULTS[name]), EngineSetup(sizes=ParallelSizes(tp_size=2))
+    )
     ends: Counter[int] = Counter()
     stagings: Counter[int] = Counter()
     on_report = engine.scheduler.on_report

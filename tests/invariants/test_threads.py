@@ -12,6 +12,7 @@ import pytest
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
+from kvtide.core.topology import ParallelSizes
 from kvtide.stores import open_store
 from kvtide.stores.base import Store
 from kvtide.testing import Fault, FaultKind, FaultyStore, ScriptedEngine
@@ -54,7 +55,7 @@ def test_random_requests_compute_on_right_bytes_whatever_the_threads_do(
     faulty = FaultyStore(store)
     setup = MODELS[name].setup(
         num_blocks=24 if name == "full" else 40,
-        num_ranks=2,
+        sizes=ParallelSizes(tp_size=2),
         num_drafts=draw.choice([0, 2]),
         threaded=True,
         lookup_timeout_s=30.0,

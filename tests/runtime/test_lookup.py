@@ -13,6 +13,7 @@ from kvtide.core.groups import FullAttention
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery
 from kvtide.core.probes import FIRST_PROBE_KEYS, Boundaries
+from kvtide.core.topology import Part
 from kvtide.errors import StoreLostError
 from kvtide.runtime import lookup as lookup_module
 from kvtide.runtime.lookup import LookupExecutor
@@ -28,7 +29,7 @@ def databases_for(namespace: str) -> list[list[ChunkedTokenDatabase]]:
     return [
         [
             ChunkedTokenDatabase.for_group(
-                KeyMetadata(namespace, rank, 0), block_size=4, hash_block_size=4
+                KeyMetadata(namespace, Part(shard_id=rank), 0), block_size=4, hash_block_size=4
             )
             for rank in range(RANKS)
         ]

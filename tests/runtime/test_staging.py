@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvtide.core.jobs import BoundaryPut, StepPlan
-from kvtide.runtime.context import StoreShare
+from kvtide.core.topology import WHOLE, ParallelSizes, RankRole, Split, StoreShare, Topology
 from kvtide.runtime.tags import TAG_BYTES, verify
 from tests.runtime_harness import WAIT_S, Rank, hashes_of
 
@@ -116,20 +116,37 @@ def test_a_boundary_job_stores_each_block_under_the_hash_it_is_given() -> None:
     assert rank.ends(job) == ["stored"]
     assert rank.blocks.reads == [(0, (3,)), (1, (7,))]
     name = hashes_of("a", 3)[2]
-    assert set(rank.scripted.values) == {database.key_for(name) for database in rank.databases[0]}
+    assert set(rank.scripted.values) == {parts[0].key_for(name) for parts in rank.databases[0]}
 
 
 def test_ranks_with_equal_bytes_share_the_chunks_by_absolute_index() -> None:
     """Whatever range a job starts at, a chunk belongs to the same one of the ranks."""
     stored: list[str] = []
     for put_step_rank in (0, 1, 2):
-        rank = Rank(share=StoreShare(put_step=3, put_step_rank=put_step_rank))
+        share = StoreShare(put_step=3, put_step_rank=put_step_rank)
+        rank = Rank(role=RankRole(put_step_rank, 3, ((WHOLE,),), (share,)))
         rank.step(rank.store_job("a", 4, 28, [1, 2, 3, 4, 5, 6]))
         assert list(rank.scripted.values) == [
             rank.key("a", chunk) for chunk in range(1, 7) if chunk % 3 == put_step_rank
         ]
         stored += rank.scripted.values
     assert len(stored) == len(set(stored)) == 6
+
+
+def test_each_part_of_a_block_is_a_value_under_its_own_key() -> None:
+    """Two shards of heads on one rank, which has no layers of the other group."""
+    splits = (Split(2), Split(1, stages=(1,)))
+    rank = Rank(groups=[(4, 100), (4, 50)], role=Topology(ParallelSizes(pp_size=2), splits).role(0))
+    contents = rank.fill("a", [1, 2])
+    job = rank.store_job("a", 0, 8, [1, 2], [1, 2])
+    put = rank.boundary_job("b", BoundaryPut(0, 0, 4, 1), BoundaryPut(1, 0, 4, 1))
+    rank.step(job, put)
+    assert (rank.ends(job), rank.ends(put)) == (["stored"], ["stored"])
+    assert len(rank.scripted.values) == 6
+    assert rank.scripted.orders == [[0, 0, 1, 1, 0, 0]]
+    for chunk, content in enumerate(contents):
+        for number, half in enumerate((content[:100], content[100:])):
+            assert rank.scripted.values[rank.key("a", chunk, 0, number)][:100] == half
 
 
 def test_rows_of_a_group_are_read_at_once() -> None:

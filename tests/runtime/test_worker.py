@@ -81,7 +81,7 @@ def test_a_store_that_refuses_the_memory_is_an_error_at_start() -> None:
             raise StoreLostError("no such memory")
 
     with pytest.raises(StoreLostError):
-        PoolWorker(FakeBlocks(byte_layout((4, 100)), 4), Refusing(), PrefixDatabases([4], 4, 0))
+        PoolWorker(FakeBlocks(byte_layout((4, 100)), 4), Refusing(), PrefixDatabases([4], 4))
 
 
 def test_an_empty_step_does_nothing() -> None:

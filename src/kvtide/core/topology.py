@@ -150,20 +150,35 @@ class Topology:
     """The ranks of one engine, and how each group's blocks are divided among them.
 
     Raises:
-        ValueError: a group's shards neither divide the tensor parallel ranks nor are a multiple.
+        ValueError: a group cannot be divided so: its shards neither divide the tensor parallel
+            ranks nor are a multiple, a shard has fewer ranks than its tokens are divided among, or
+            a stage does not exist.
     """
 
     sizes: ParallelSizes
     splits: tuple[Split, ...]
 
     def __post_init__(self) -> None:
-        tp_size = self.sizes.tp_size
         for group_id, split in enumerate(self.splits):
-            if split.num_shards < 1 or (split.num_shards % tp_size and tp_size % split.num_shards):
-                raise ValueError(
-                    f"group {group_id}: {split.num_shards} shards do not fit {tp_size} tensor "
-                    "parallel ranks"
-                )
+            fault = self._fault_of(split)
+            if fault:
+                raise ValueError(f"group {group_id}: {fault}")
+
+    def _fault_of(self, split: Split) -> str:
+        """Return why a group cannot be divided as ``split`` says, or nothing."""
+        tp_size, dcp_size = self.sizes.tp_size, self.sizes.dcp_size
+        num_shards = split.num_shards
+        if num_shards < 1 or (num_shards % tp_size and tp_size % num_shards):
+            return f"{num_shards} shards do not fit {tp_size} tensor parallel ranks"
+        ranks_per_shard = max(1, tp_size // num_shards) * self.sizes.pcp_size
+        if split.is_token_sharded and ranks_per_shard < dcp_size:
+            return (
+                f"each shard is on {ranks_per_shard} ranks of a stage, and its tokens are to be "
+                f"divided among {dcp_size}"
+            )
+        if not set(split.stages) <= set(range(self.sizes.pp_size)):
+            return f"there are {self.sizes.pp_size} pipeline stages, not all of {split.stages}"
+        return ""
 
     @classmethod
     def undivided(cls, num_groups: int, sizes: ParallelSizes | None = None) -> Topology:

@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.saving import SaveLimits, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
@@ -57,9 +58,8 @@ class ScriptedEngine:
         self.namespace = namespace
         self.namespaces: dict[int, list[str]] = {0: [namespace]}
         """All names used so far, by the weights that they stand for."""
-        self.model = KvModel(
-            setup.num_ranks, setup.groups, setup.hash_block_size, setup.partial_hits
-        )
+        parts = setup.topology.all_parts()
+        self.model = KvModel(setup.groups, parts, setup.hash_block_size, setup.partial_hits)
         self.requests: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.records: list[StepRecord] = []
@@ -71,7 +71,7 @@ class ScriptedEngine:
         self.lookups = LookupExecutor(
             self.lookup_store,
             self.coordinator.boundaries,
-            lambda name: self.coordinator.databases(name, range(setup.num_ranks)),
+            self.databases,
             timeout_s=setup.lookup_timeout_s,
             max_bad_keys=setup.worker.max_bad_keys,
             clock=self.clock,
@@ -96,13 +96,21 @@ class ScriptedEngine:
             self.lookups,
             limits=SaveLimits(
                 max_pinned_blocks=setup.pin_budget,
-                max_job_tokens=setup.max_job_tokens or 16 * self.coordinator.lcm_block_size,
+                max_job_tokens=setup.job_tokens,
                 delays=setup.delays,
             ),
             admission=replace(setup.admission, delays=setup.delays),
             saves=setup.saves,
-            num_ranks=setup.num_ranks,
+            num_ranks=setup.topology.num_ranks,
         )
+
+    def databases(self, namespace: str | None = None) -> list[list[ChunkedTokenDatabase]]:
+        """Return what names the chunks under a namespace (default: the present), by group and part.
+
+        The parts are those of ``model.parts``.
+        """
+        namespace = namespace if namespace is not None else self.namespace
+        return self.coordinator.databases(namespace, self.model.parts)
 
     # ------------------------------------------------------------------ requests
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from kvtide.core.groups import ChunkedLocal, Group, SlidingWindow
 
 TOKEN_BYTES = 8
-"""The KV of one token in one group on one rank; also one state."""
+"""The KV of one token in one part of a group; also one state."""
 
 
 def first_needed_token(group: Group, num_tokens: int) -> int:
@@ -35,7 +35,7 @@ def is_draft(group: Group) -> bool:
 
 
 def block_bytes(group: Group) -> int:
-    """Return what one block holds: the KV of its tokens, or one state."""
+    """Return what one part of a block holds: the KV of its tokens, or one state."""
     return TOKEN_BYTES if group.is_state else group.block_size * TOKEN_BYTES
 
 
@@ -54,7 +54,7 @@ class TokenChain:
 
 
 class KvChain(ABC):
-    """The KV of one group on one rank, token after token."""
+    """The KV of one part of a group, token after token."""
 
     is_sampled = True
     """Whether the next token depends on it."""
@@ -159,7 +159,14 @@ class _DraftChain(KvChain):
         return b""
 
 
-def sample(chains: Iterable[KvChain]) -> int:
-    """Return the token that follows what ``chains`` (every rank and group) have attended to."""
-    joined = b"".join(chain.digest() for chain in chains if chain.is_sampled)
-    return int.from_bytes(hashlib.sha256(joined).digest()[:2], "little")
+def sample(parts: Iterable[Sequence[KvChain]]) -> int:
+    """Return the token that follows what ``parts`` have attended to, each in one or more copies.
+
+    Copies that agree count once: the token does not tell how many there are. One that differs from
+    the others changes it.
+    """
+    joined = hashlib.sha256()
+    for copies in parts:
+        for digest in dict.fromkeys(chain.digest() for chain in copies if chain.is_sampled):
+            joined.update(digest)
+    return int.from_bytes(joined.digest()[:2], "little")

@@ -11,7 +11,9 @@ from kvtide.runtime.tags import TAG_BYTES, verify
 from kvtide.stores.base import Status, Store
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_attention import TOKEN_BYTES, block_bytes, first_needed_token, is_draft
-from kvtide.testing.engine_requests import EngineState
+from kvtide.testing.engine_model import GroupPart
+from kvtide.testing.engine_ranks import EngineRank
+from kvtide.testing.engine_requests import EngineRequest, EngineState
 from kvtide.testing.values import Arena
 
 
@@ -38,11 +40,13 @@ def _check_cached_blocks(engine: ScriptedEngine) -> None:
     model = engine.model
     for block_id, (group_id, block_hash) in engine.pool.cached():
         for rank in engine.ranks.ranks:
-            wanted = model.truth[model.weights, rank.rank, group_id, block_hash]
-            content = rank.blocks.content(group_id, block_id)
-            assert content[: len(wanted)] == wanted, (
-                f"rank {rank.rank}: block {block_id} holds wrong KV"
-            )
+            for name, value in zip(
+                rank.held[group_id], rank.blocks.values[group_id][block_id], strict=True
+            ):
+                wanted = model.truth[model.weights, name, block_hash]
+                assert value[: len(wanted)].tobytes() == wanted, (
+                    f"rank {rank.rank}: block {block_id} holds wrong KV of {name}"
+                )
 
 
 def _check_running_requests(engine: ScriptedEngine) -> None:
@@ -51,16 +55,22 @@ def _check_running_requests(engine: ScriptedEngine) -> None:
         if request.state is not EngineState.RUNNING:
             continue
         for rank in engine.ranks.ranks:
-            for group_id, group in enumerate(model.groups):
-                num_tokens = request.num_computed
-                kv = rank.attended(group_id, request.tables[group_id], num_tokens)
-                first = first_needed_token(group, num_tokens)
-                wanted = request.true.span(model.seed_index(rank.rank, group_id), first, num_tokens)
-                is_right = kv == wanted
-                if is_draft(group):
-                    known = _without_ends(wanted, group, first)
-                    is_right = _without_ends(kv, group, first) == known
-                assert is_right, f"{request!r} computed on wrong KV in group {group_id}"
+            for group_id, names in enumerate(rank.held):
+                for number, name in enumerate(names):
+                    _check_attended(request, rank, name, number, model.groups[group_id])
+
+
+def _check_attended(
+    request: EngineRequest, rank: EngineRank, name: GroupPart, number: int, group: Group
+) -> None:
+    num_tokens = request.num_computed
+    kv = rank.attended(name.group_id, number, request.tables[name.group_id], num_tokens)
+    first = first_needed_token(group, num_tokens)
+    wanted = request.true.span(name, first, num_tokens)
+    is_right = kv == wanted
+    if is_draft(group):
+        is_right = _without_ends(kv, group, first) == _without_ends(wanted, group, first)
+    assert is_right, f"{request!r} computed on wrong KV of {name} on rank {rank.rank}"
 
 
 def _without_ends(kv: bytes, group: Group, first_token: int) -> list[bytes]:
@@ -121,8 +131,8 @@ def check_store(engine: ScriptedEngine, store: Store) -> int:
     """
     sizes = [block_bytes(group) for group in engine.setup.groups]
     entries = [
-        (_key(namespace, rank, group_id, block_hash), content, sizes[group_id])
-        for (weights, rank, group_id, block_hash), content in engine.model.truth.items()
+        (_key(namespace, name, block_hash), content, sizes[name.group_id])
+        for (weights, name, block_hash), content in engine.model.truth.items()
         for namespace in engine.namespaces[weights]
     ]
     present = [
@@ -139,6 +149,6 @@ def check_store(engine: ScriptedEngine, store: Store) -> int:
     return len(present)
 
 
-def _key(namespace: str, rank: int, group_id: int, block_hash: bytes) -> str:
-    prefix = PoolKey.build_prefix(KeyMetadata(namespace, rank, group_id))
+def _key(namespace: str, name: GroupPart, block_hash: bytes) -> str:
+    prefix = PoolKey.build_prefix(KeyMetadata(namespace, name.part, name.group_id))
     return PoolKey.build_key_string(prefix, block_hash.hex())

@@ -8,10 +8,12 @@ output, as it would in a real model; what the bytes should be can be computed fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtide.core.groups import Group
+from kvtide.core.topology import Part
 from kvtide.testing.engine_attention import TOKEN_BYTES, TokenChain, is_draft, make_chain, sample
 
 VOCABULARY = 1 << 16
@@ -28,18 +30,23 @@ def chain_hashes(tokens: Sequence[int], block_size: int, parents: Sequence[bytes
     return chain
 
 
+class GroupPart(NamedTuple):
+    """A part of one group."""
+
+    group_id: int
+    part: Part
+
+
 class TrueKv:
     """What one request's KV cache must hold, computed from its tokens and never from blocks."""
 
     def __init__(
-        self, groups: Sequence[Group], seeds: Sequence[bytes], tokens: Sequence[int] = ()
+        self, seeds: Mapping[GroupPart, tuple[Group, bytes]], tokens: Sequence[int] = ()
     ) -> None:
         self._names = TokenChain()
-        self._chains = [
-            make_chain(groups[index % len(groups)], seed) for index, seed in enumerate(seeds)
-        ]
-        self.kv = [bytearray() for _ in seeds]
-        """Per seed (rank and group) the KV of all tokens, or the state after each of them.
+        self._chains = {name: make_chain(*seed) for name, seed in seeds.items()}
+        self.kv = {name: bytearray() for name in seeds}
+        """Per part the KV of all tokens, or the state after each of them.
 
         A draft group lacks the last token's.
         """
@@ -49,53 +56,56 @@ class TrueKv:
         """Append the KV of more tokens."""
         for token in tokens:
             name = self._names.extend(token)
-            for chain, kv in zip(self._chains, self.kv, strict=True):
-                kv.extend(chain.extend(name))
+            for key, chain in self._chains.items():
+                self.kv[key].extend(chain.extend(name))
 
-    def span(self, index: int, first_token: int, end_token: int) -> bytes:
-        """Return the KV of tokens ``[first_token, end_token)`` of seed ``index``."""
-        return bytes(self.kv[index][first_token * TOKEN_BYTES : end_token * TOKEN_BYTES])
+    def span(self, name: GroupPart, first_token: int, end_token: int) -> bytes:
+        """Return the KV of tokens ``[first_token, end_token)`` in one part."""
+        return bytes(self.kv[name][first_token * TOKEN_BYTES : end_token * TOKEN_BYTES])
 
     def next_token(self) -> int:
         """Return the token that follows."""
-        return sample(self._chains)
+        return sample([chain] for chain in self._chains.values())
 
 
 @dataclass(slots=True)
 class KvModel:
     """The model under one set of weights; ``truth`` tells what a cached block must hold.
 
-    Seeds are ordered by rank, then group.
+    ``parts`` has those of each group's chunks. Which ranks hold them makes no difference to what
+    they hold, nor to the tokens.
     """
 
-    num_ranks: int
     groups: tuple[Group, ...]
+    parts: Sequence[Sequence[Part]]
     hash_block_size: int
     has_cut_names: bool = False
     """Whether the hashes inside a block name its beginning, too."""
     weights: int = 0
-    truth: dict[tuple[int, int, int, bytes], bytes] = field(default_factory=dict)
-    """By weights, rank, group and hash: the bytes with which that block must begin.
+    truth: dict[tuple[int, GroupPart, bytes], bytes] = field(default_factory=dict)
+    """By weights, part and hash: the bytes with which that part of a block must begin.
 
     What comes after the tokens that the hash covers may be anything; so may the KV of a draft
     group's last token, whose successor the hash does not cover.
     """
 
-    def seeds(self) -> list[bytes]:
-        """Return the seed of every chain."""
+    @property
+    def names(self) -> list[GroupPart]:
+        """Every part of every group, in an order that does not depend on who holds it."""
         return [
-            f"{self.weights}/{rank}/{group}/".encode()
-            for rank in range(self.num_ranks)
-            for group in range(len(self.groups))
+            GroupPart(group_id, part)
+            for group_id, parts in enumerate(self.parts)
+            for part in sorted(parts)
         ]
 
-    def seed_index(self, rank: int, group_id: int) -> int:
-        """Return where the chain of a rank and group is in :meth:`seeds`."""
-        return rank * len(self.groups) + group_id
+    def seed(self, name: GroupPart) -> bytes:
+        """Return what makes the bytes of a part differ from those of all others."""
+        return f"{self.weights}/{name.group_id}/{tuple(name.part)}".encode()
 
     def true_kv(self, tokens: Sequence[int] = ()) -> TrueKv:
         """Return what the KV cache of ``tokens`` must hold."""
-        return TrueKv(self.groups, self.seeds(), tokens)
+        seeds = {name: (self.groups[name.group_id], self.seed(name)) for name in self.names}
+        return TrueKv(seeds, tokens)
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Return what an engine without a pool must answer."""
@@ -109,15 +119,14 @@ class KvModel:
 
     def learn_truth(self, true: TrueKv, hashes: Sequence[bytes], first_hash: int = 0) -> None:
         """Note what the blocks of a request must hold that ``hashes[first_hash:]`` name."""
-        for rank in range(self.num_ranks):
-            for group_id, group in enumerate(self.groups):
-                index = self.seed_index(rank, group_id)
-                for number in range(first_hash, len(hashes)):
-                    end_token = (number + 1) * self.hash_block_size
-                    if end_token % group.block_size and not self.has_cut_names:
-                        continue
-                    first_token = (end_token - 1) // group.block_size * group.block_size
-                    if group.is_state:
-                        first_token = end_token - 1
-                    content = true.span(index, first_token, end_token - is_draft(group))
-                    self.truth[self.weights, rank, group_id, hashes[number]] = content
+        for name in self.names:
+            group = self.groups[name.group_id]
+            for number in range(first_hash, len(hashes)):
+                end_token = (number + 1) * self.hash_block_size
+                if end_token % group.block_size and not self.has_cut_names:
+                    continue
+                first_token = (end_token - 1) // group.block_size * group.block_size
+                if group.is_state:
+                    first_token = end_token - 1
+                content = true.span(name, first_token, end_token - is_draft(group))
+                self.truth[self.weights, name, hashes[number]] = content

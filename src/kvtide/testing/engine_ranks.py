@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtide.core.jobs import NULL_BLOCK_ID, JobReport, StepPlan
+from kvtide.core.topology import RankRole
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker
 from kvtide.stores.base import Store
@@ -21,7 +23,7 @@ from kvtide.testing.engine_attention import (
     make_chain,
     sample,
 )
-from kvtide.testing.engine_model import KvModel
+from kvtide.testing.engine_model import GroupPart, KvModel
 from kvtide.testing.engine_requests import EngineRequest
 from kvtide.testing.engine_setup import EngineSetup, HookOrder
 
@@ -50,38 +52,61 @@ class StepOutput:
         )
 
 
+class RankChain(NamedTuple):
+    """A rank's computation of one part: value ``number`` of a block of the group."""
+
+    rank: EngineRank
+    name: GroupPart
+    number: int
+    chain: KvChain
+
+
 class EngineRank:
-    """One rank: a worker of the pool, blocks, and the model's forward pass over them."""
+    """One rank: a worker of the pool, blocks, and the model's forward pass over them.
+
+    ``held`` are the parts that it holds, by group, in the order in which a block has them.
+    """
 
     def __init__(
         self,
-        rank: int,
+        role: RankRole,
         setup: EngineSetup,
         model: KvModel,
         store: Store,
         clock: Callable[[], float],
     ) -> None:
-        self.rank = rank
+        self.rank = role.rank
+        self.held = [
+            [GroupPart(group_id, part) for part in parts]
+            for group_id, parts in enumerate(role.parts)
+        ]
         self.store = SharedStore(store, per_key=True)
         self._model = model
         payloads = [block_bytes(group) for group in setup.groups]
-        layout = byte_layout(*zip(setup.block_sizes, payloads, strict=True))
+        layout = byte_layout(
+            *zip(setup.block_sizes, payloads, strict=True),
+            values_per_block=[len(parts) for parts in role.parts],
+        )
         self.blocks = FakeBlocks(layout, setup.num_blocks)
         self.worker = PoolWorker(
             self.blocks,
             self.store,
-            PrefixDatabases(setup.block_sizes, setup.hash_block_size, rank),
+            PrefixDatabases(setup.block_sizes, setup.hash_block_size, role.parts),
             limits=setup.worker,
+            role=role,
             clock=clock,
             threaded=setup.threaded,
         )
 
-    def attended(self, group_id: int, table: Sequence[int], num_tokens: int) -> bytes:
-        """Return the KV that the next token may read, or the state, as the blocks hold it now."""
+    def attended(self, group_id: int, number: int, table: Sequence[int], num_tokens: int) -> bytes:
+        """Return the KV that the next token may read, or the state, as the blocks hold it now.
+
+        That is of the group's value ``number``.
+        """
         group = self._model.groups[group_id]
         if not num_tokens:
             return b""
-        data, size = self.blocks.data[group_id], group.block_size
+        data, size = self.blocks.values[group_id][:, number], group.block_size
         first_token = first_needed_token(group, num_tokens)
         first = first_token // size
         rows = data[list(table[first : -(-num_tokens // size)])].tobytes()
@@ -90,36 +115,51 @@ class EngineRank:
         start = first * size
         return rows[(first_token - start) * TOKEN_BYTES : (num_tokens - start) * TOKEN_BYTES]
 
-    def chains(self, tables: Sequence[Sequence[int]], num_computed: int) -> list[KvChain]:
+    def chains(self, tables: Sequence[Sequence[int]], num_computed: int) -> list[RankChain]:
         """Attend to what a request's blocks hold."""
-        seeds = self._model.seeds()
+        model = self._model
         return [
-            make_chain(
-                self._model.groups[group_id],
-                seeds[self._model.seed_index(self.rank, group_id)],
-                num_computed,
-                self.attended(group_id, table, num_computed),
+            RankChain(
+                self,
+                name,
+                number,
+                make_chain(
+                    model.groups[group_id],
+                    model.seed(name),
+                    num_computed,
+                    self.attended(group_id, number, tables[group_id], num_computed),
+                ),
             )
-            for group_id, table in enumerate(tables)
+            for group_id, names in enumerate(self.held)
+            for number, name in enumerate(names)
         ]
 
     def write(
-        self, group_id: int, table: Sequence[int], first_token: int, kv: Sequence[bytes]
+        self,
+        group_id: int,
+        number: int,
+        table: Sequence[int],
+        first_token: int,
+        kv: Sequence[bytes],
     ) -> None:
-        """Issue the writes of consecutive tokens; they are done by :meth:`FakeBlocks.complete`."""
+        """Issue the writes of consecutive tokens to the group's value ``number``.
+
+        They are done by :meth:`FakeBlocks.complete`.
+        """
         group = self._model.groups[group_id]
         size, end = group.block_size, first_token + len(kv)
         for chunk in range(first_token // size, -(-end // size)):
             low, high = max(first_token, chunk * size), min(end, (chunk + 1) * size)
             if group.is_state:
                 if table[chunk] != NULL_BLOCK_ID:
-                    self.blocks.issue(group_id, table[chunk], kv[high - 1 - first_token])
+                    state = kv[high - 1 - first_token]
+                    self.blocks.issue(group_id, table[chunk], state, number)
                 continue
-            content = bytearray(self.blocks.content(group_id, table[chunk]))
+            content = bytearray(self.blocks.values[group_id][table[chunk], number])
             piece = b"".join(kv[low - first_token : high - first_token])
             at = (low - chunk * size) * TOKEN_BYTES
             content[at : at + len(piece)] = piece
-            self.blocks.issue(group_id, table[chunk], bytes(content))
+            self.blocks.issue(group_id, table[chunk], bytes(content), number)
 
     def hooks(self, order: HookOrder, *, is_empty: bool) -> StepOutput:
         """Call the worker's hooks that follow a forward pass."""
@@ -149,8 +189,10 @@ class Ranks:
     def __init__(
         self, setup: EngineSetup, model: KvModel, store: Store, clock: Callable[[], float]
     ) -> None:
+        topology = setup.topology
         self.ranks = [
-            EngineRank(rank, setup, model, store, clock) for rank in range(setup.num_ranks)
+            EngineRank(topology.role(rank), setup, model, store, clock)
+            for rank in range(topology.num_ranks)
         ]
         self.order = setup.order
         self._model = model
@@ -172,11 +214,10 @@ class Ranks:
         first = request.num_computed
         tokens = (request.tokens + request.drafts)[first : first + num_tokens]
         names = TokenChain(request.tokens[:first])
-        chains = [
-            (rank, group_id, chain)
-            for rank in self.ranks
-            for group_id, chain in enumerate(rank.chains(request.tables, first))
-        ]
+        chains = [chain for rank in self.ranks for chain in rank.chains(request.tables, first)]
+        copies: dict[GroupPart, list[KvChain]] = {name: [] for name in self._model.names}
+        for held in chains:
+            copies[held.name].append(held.chain)
         sampled: list[int] = []
         kv: list[list[bytes]] = [[] for _ in chains]
         for position, token in enumerate(tokens, first):
@@ -184,22 +225,21 @@ class Ranks:
             if draft >= 0 and token != sampled[draft]:
                 break  # what follows a wrong draft is computed for nothing
             name = names.extend(token)
-            for values, (_, _, chain) in zip(kv, chains, strict=True):
-                values.append(chain.extend(name))
+            for values, held in zip(kv, chains, strict=True):
+                values.append(held.chain.extend(name))
             if position >= len(request.tokens) - 1:
-                sampled.append(sample(chain for _, _, chain in chains))
+                sampled.append(sample(copies.values()))
         end = first + len(kv[0])
         follower = sampled[-1] if sampled else request.tokens[end]
         name = names.extend(follower)
-        for values, (rank, group_id, chain) in zip(kv, chains, strict=True):
-            if not chain.is_sampled:
-                values.append(chain.extend(name))
+        rejected = [b"\0" * TOKEN_BYTES] * (first + num_tokens - end)
+        for values, held in zip(kv, chains, strict=True):
+            if not held.chain.is_sampled:
+                values.append(held.chain.extend(name))
                 del values[0]
-            rejected = [b"\0" * TOKEN_BYTES] * (first + num_tokens - end)
-            is_state = self._model.groups[group_id].is_state
-            rank.write(
-                group_id, request.tables[group_id], first, values if is_state else values + rejected
-            )
+            group_id = held.name.group_id
+            written = values if self._model.groups[group_id].is_state else values + rejected
+            held.rank.write(group_id, held.number, request.tables[group_id], first, written)
         return sampled
 
     def copy(self, group_id: int, source: int, target: int) -> None:

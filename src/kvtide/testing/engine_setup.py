@@ -10,6 +10,7 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.groups import FullAttention, Group
 from kvtide.core.saving import SavePolicy
+from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.runtime.limits import WorkerLimits
 
 SMALL_STAGING = WorkerLimits(staging_bytes=256 << 10, load_staging_bytes=64 << 10, stage_wait_s=0.0)
@@ -37,6 +38,8 @@ class EngineSetup:
     ``groups`` are the model's; one with ``proof_tokens`` belongs to a draft model.
     ``hash_block_size`` is by default the largest unit that fits all groups. With ``partial_hits``
     requests resume at its multiples. ``num_blocks`` counts the null block.
+    ``sizes`` are the ranks; ``splits`` say how each group's blocks are divided among them (default:
+    every tensor parallel rank has bytes of its own).
     ``tell_preemptions=False`` hides preemptions: a request comes back as a new one, and that is all
     the pool learns. ``report_delay`` holds what the ranks report back for so many steps and hands
     it over in one piece. ``grant_limit`` grants at most so many of the tokens that the pool
@@ -51,7 +54,8 @@ class EngineSetup:
     retention_interval: int | None = None
     max_tokens_per_step: int = 32
     max_running: int = 8
-    num_ranks: int = 1
+    sizes: ParallelSizes = ParallelSizes()  # noqa: RUF009 - frozen
+    splits: tuple[Split, ...] = ()
     num_drafts: int = 0
     order: HookOrder = HookOrder.SAVE_THEN_REPORT
     tell_preemptions: bool = True
@@ -77,6 +81,13 @@ class EngineSetup:
         return tuple(group.block_size for group in self.groups)
 
     @property
+    def topology(self) -> Topology:
+        """The ranks, and what each holds of every group."""
+        if not self.splits:
+            return Topology.undivided(len(self.groups), self.sizes)
+        return Topology(self.sizes, self.splits)
+
+    @property
     def lcm_block_size(self) -> int:
         """The unit in which requests load and save."""
         return math.lcm(*self.block_sizes)
@@ -95,6 +106,16 @@ class EngineSetup:
     def has_drafts(self) -> bool:
         """Whether the model has groups of a draft model."""
         return any(group.proof_tokens for group in self.groups)
+
+    @property
+    def job_tokens(self) -> int:
+        """How many tokens a job may have at most, by default a part of what staging can hold."""
+        if self.max_job_tokens is not None:
+            return self.max_job_tokens
+        topology = self.topology
+        ranks, groups = range(topology.num_ranks), range(len(self.groups))
+        num_values = max(len(topology.parts_held(g, rank)) for g in groups for rank in ranks)
+        return max(1, 16 // num_values) * self.lcm_block_size
 
     @property
     def pin_budget(self) -> int:

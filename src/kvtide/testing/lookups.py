@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
+from kvtide.core.topology import Part
 
 
 class ManualLookups:
     """Implements :class:`kvtide.core.admission.Lookups` on a presence function.
 
-    With ``immediate`` a result is there as soon as it is asked for; otherwise only after
+    ``parts`` are what a chunk of each group needs (default: one rank has everything). With
+    ``immediate`` a result is there as soon as it is asked for; otherwise only after
     :meth:`answer`. ``asked`` holds every list of keys in order.
     """
 
@@ -20,7 +22,7 @@ class ManualLookups:
         coordinator: Coordinator,
         exists: Callable[[Sequence[str]], Sequence[bool]],
         *,
-        num_ranks: int = 1,
+        parts: Sequence[Sequence[Part]] | None = None,
         immediate: bool = True,
     ) -> None:
         self.asked: list[list[str]] = []
@@ -29,7 +31,7 @@ class ManualLookups:
         self.cancelled: list[int] = []
         self._coordinator = coordinator
         self._exists = exists
-        self._num_ranks = num_ranks
+        self._parts = parts
         self._answers: dict[int, LookupHit] = {}
 
     def submit(self, ticket: int, query: LookupQuery, namespace: str) -> None:
@@ -52,7 +54,7 @@ class ManualLookups:
         """Run the lookup ``ticket`` now."""
         query, namespace = self.submitted.pop(ticket)
         coordinator = self._coordinator
-        databases = coordinator.databases(namespace, range(self._num_ranks))
+        databases = coordinator.databases(namespace, self._parts)
         probe = lookup(query, coordinator.boundaries, databases)
         self._answers[ticket] = hit = drive(probe, self._ask)
         return hit
