@@ -36,7 +36,6 @@ BAD: list[tuple[dict[str, Any], str | None, list[list[str]]]] = [
         "kv_both",
         [["weights_version is no part of keys", "cache_prefix of its own"]],
     ),
-    ({"store_tp_size": 8}, "kv_both", [["store_tp_size is not a setting", "does not write"]]),
     ({"enable_lookup": False}, "kv_both", [["enable_lookup", "set min_load_tokens above"]]),
     ({"save_decode_cache": "true"}, "kv_both", [["save_decode_cache", "without quotes: true"]]),
     ({"save_decode_cache": "False"}, "kv_both", [["save_decode_cache", "without quotes: false"]]),

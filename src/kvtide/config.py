@@ -312,7 +312,8 @@ class PoolConfig:
         "an absolute path without NUL, or nothing",
         _text("an absolute path, such as '/tmp/kvtide.json', or ''", r"(?:/[^\0]+)?"),
         "A file that the scheduler side keeps up to date with its counters, as JSON, from "
-        "its start on.",
+        "its start on. Of data parallel engines the first writes there, engine N to a file whose "
+        "name ends in `.dpN`.",
     )
 
     @classmethod

@@ -223,19 +223,22 @@ class PoolKey:
         return f"{prefix}@{chunk_hash_hex}"
 
 
+@dataclass(frozen=True, slots=True)
 class VllmPoolKey:
     """Writes prefixes as vLLM's in-tree store connector does.
 
-    It counts shards in place of tensor parallel ranks, as its own keys do where ranks in a row hold
-    the same bytes. It does not know of prefill-context parallel ranks with copies.
+    It counts shards in place of tensor parallel ranks, as that does where ranks in a row hold the
+    same bytes. With ``dcp_size`` decode-context parallel ranks each tensor parallel rank is a shard
+    to it. Prefill-context parallel ranks it cannot name.
     """
 
-    @staticmethod
-    def build_prefix(metadata: KeyMetadata) -> str:
+    dcp_size: int = 1
+
+    def build_prefix(self, metadata: KeyMetadata) -> str:
         """Return the beginning of a key that all chunks have in common."""
         part = metadata.part
         return (
-            f"{metadata.namespace}@tp_rank:{part.shard_id}@pcp0@dcp{part.dcp_rank}"
+            f"{metadata.namespace}@tp_rank:{part.shard_id}@pcp0@dcp{part.shard_id % self.dcp_size}"
             f"@pp_rank:{part.pp_rank}@group:{metadata.group_id}"
         )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+from kvtide.core.topology import ParallelSizes
 
 
 def engine_config(folder: object, **arguments: Any) -> Any:
@@ -22,6 +25,29 @@ def engine_config(folder: object, **arguments: Any) -> Any:
         },
     }
     return EngineArgs(**(chosen | arguments)).create_engine_config()
+
+
+def engine_of(
+    sizes: ParallelSizes, *, total_kv_heads: int = 2, model: object = None, **config: object
+) -> Any:
+    """Return what of a ``VllmConfig`` says how an engine's ranks divide its KV cache.
+
+    ``config`` has more of the model's settings; ``model`` replaces the whole model.
+    """
+    settings = {"num_key_value_heads": total_kv_heads, **config}
+    model = model or SimpleNamespace(
+        get_total_num_kv_heads=lambda: total_kv_heads, hf_text_config=settings
+    )
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=sizes.tp_size,
+            pipeline_parallel_size=sizes.pp_size,
+            prefill_context_parallel_size=sizes.pcp_size,
+            decode_context_parallel_size=sizes.dcp_size,
+        ),
+        model_config=model,
+        speculative_config=None,
+    )
 
 
 def attention_spec(kind: str = "FullAttentionSpec", **changes: Any) -> Any:

@@ -17,6 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import (
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker import MooncakeStoreWorker
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
+from kvtide.core.topology import ParallelSizes
+
 METADATA = KeyMetadata("model", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0)
 
 
@@ -25,7 +27,7 @@ def store_worker(
     hash_block_size: int,
     *,
     metadata: KeyMetadata = METADATA,
-    tp_size: int = 1,
+    sizes: ParallelSizes | None = None,
     num_kv_heads: int = 1,
 ) -> MooncakeStoreWorker:
     """Return a worker that can name keys; it has neither a store nor threads."""
@@ -33,8 +35,10 @@ def store_worker(
     worker._kv_cache_groups = list(groups)
     worker._capacity_only = False
     worker.hash_block_size = hash_block_size
-    worker.tp_rank, worker.tp_size = metadata.tp_rank, tp_size
-    worker.pcp_size = worker.dcp_size = worker.pp_size = 1
+    sizes = sizes or ParallelSizes()
+    worker.tp_rank, worker.tp_size = metadata.tp_rank, sizes.tp_size
+    worker.pcp_size = sizes.pcp_size
+    worker.dcp_size, worker.pp_size = sizes.dcp_size, sizes.pp_size
     worker.num_kv_head = num_kv_heads
     worker._group_tp_replication_factors = worker._compute_group_tp_replication_factors()
     worker.token_dbs = worker._build_token_databases(metadata, None)

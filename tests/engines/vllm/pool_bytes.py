@@ -73,7 +73,7 @@ def in_blocks(one: InProcessEngine, request: Any, block_ids: tuple[list[int], ..
 def in_pool(one: InProcessEngine, url: str, request: Any) -> Digests:
     """Read the chunks of ``request`` that the pool has, without their tags, which must be right."""
     side = one.connector._scheduler_side
-    databases = side._plan.coordinator().databases(side._namespace_of(request), range(1))
+    databases = side._plan.coordinator().databases(side._namespace_of(request))
     layout = one.worker._memory.layout
     found = {}
     with closing(open_store(url)) as store:

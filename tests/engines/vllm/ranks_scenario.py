@@ -98,9 +98,7 @@ def main(case: RanksRun) -> None:
             counters = dict(one.counters)
         report(
             asdict(
-                RanksResult(
-                    list(output.outputs[0].token_ids), output.num_cached_tokens, counters
-                )
+                RanksResult(list(output.outputs[0].token_ids), output.num_cached_tokens, counters)
             )
         )
     finally:

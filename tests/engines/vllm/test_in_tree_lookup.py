@@ -25,7 +25,7 @@ NUM_CASES = 5_000
 def stored_keys(case: Case, coordinator: Coordinator, boundaries: Sequence[int] = ()) -> set[str]:
     """The keys that kvtide stores of the case's request: whole units, and these boundaries."""
     hashes = BlockHashes.pack(HASHES[: case.num_hashes])
-    databases = [ranks[0] for ranks in coordinator.databases("model", range(1), VllmPoolKey())]
+    databases = [ranks[0] for ranks in coordinator.databases("model", keys=VllmPoolKey())]
     masks = coordinator.store_mask(case.aligned_token_len, 0, case.num_prompt_tokens)
     keys: set[str] = set()
     for database, mask in zip(databases, masks, strict=True):

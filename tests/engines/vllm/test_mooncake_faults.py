@@ -250,6 +250,6 @@ def value_of_chunk(one: InProcessEngine, prompt: list[int], chunk: int) -> tuple
         block_hasher=one.core.request_block_hasher,
     )
     side = one.connector._scheduler_side
-    [[database]] = side._plan.coordinator().databases(side._namespace_of(request), range(1))
+    [[database]] = side._plan.coordinator().databases(side._namespace_of(request))
     payload_bytes = one.worker._memory.layout.groups[0].payload_bytes
     return database.key_for(request.block_hashes[chunk]), payload_bytes + TAG_BYTES

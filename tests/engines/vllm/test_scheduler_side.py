@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.core.topology import ParallelSizes, Topology
 from kvtide.engines.lora import AdapterDigests
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake
@@ -45,13 +47,15 @@ class Manager:
     block_pool = Pool()
 
 
-def side(**options: object) -> SchedulerSide:
+def side(topology: Topology | None = None, **options: object) -> SchedulerSide:
     """A scheduler side that knows its cache manager."""
     config = PoolConfig.from_mapping(options)
     names: Names = IdentityNames("", {"weights": "w"}, "")
     if config.key_format == "vllm":
         names = ModelNames(config.cache_prefix, "/models/final")
-    half = SchedulerSide(config, PLAN, FORMATS[config.key_format], names, MemoryStore())
+    half = SchedulerSide(
+        config, PLAN, FORMATS[config.key_format], names, MemoryStore(), topology=topology
+    )
     half.bind(Manager())
     return half
 
@@ -75,9 +79,13 @@ def test_budgets_below_one_block_are_refused_together() -> None:
 
 def test_ranks_that_lay_bytes_out_differently_are_refused() -> None:
     """Their values would not be exchangeable under one key."""
-    half = side()
+    two = Topology.undivided(1, ParallelSizes(tp_size=2))
+    half = side(topology=two)
+    first, second = layout(4096), layout(4096, "other")
     with pytest.raises(ConfigError, match="differently"):
-        half.agree_on_layouts([layout(4096), layout(4096, "other")])
+        half.agree_on_layouts(
+            [replace(first, rank=0, topology=two), replace(second, rank=1, topology=two)]
+        )
     with pytest.raises(ConfigError, match="list KVTideConnector first"):
         half.agree_on_layouts([])
     half.close()

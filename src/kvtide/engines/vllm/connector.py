@@ -29,6 +29,7 @@ from kvtide.engines.vllm.logs import log_as_vllm_does
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata
 from kvtide.engines.vllm.ranks import RankPlan, plan_ranks, this_rank
 from kvtide.engines.vllm.scheduler_side import SchedulerSide
+from kvtide.engines.vllm.stats_file import path_of
 from kvtide.engines.vllm.telemetry import KVTidePromMetrics, KVTideStats
 from kvtide.engines.vllm.translate import GroupPlan, check_engine, translate_groups
 from kvtide.engines.vllm.worker_side import WorkerSide
@@ -58,6 +59,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             features.require_recompute(vllm_config)
+            engine_index = features.data_parallel_index(vllm_config)
+            config = replace(config, stats_path=path_of(config.stats_path, engine_index))
             names = pool_format.names(config, vllm_config, plan, ranks)
             if line := ranks.describe(config.store_tp_size):
                 logger.info("%s", line)

@@ -242,6 +242,11 @@ def group_retains_longer_hits(group: Any) -> bool:
     )
 
 
+def data_parallel_index(vllm_config: Any) -> int:
+    """Return the number of this engine among those that share its work (data parallel)."""
+    return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
+
+
 def max_step_tokens(vllm_config: Any) -> int:
     """Return how many tokens may be in flight at once: what windows keep beside their reach."""
     in_flight = getattr(vllm_config, "max_in_flight_tokens", None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtide.config import PoolConfig
 from kvtide.core.keys import KeyStyle, PoolKey, VllmPoolKey
+from kvtide.core.topology import ParallelSizes
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
@@ -26,11 +27,12 @@ from kvtide.runtime.values import BARE, TAGGED, ValueFormat
 class PoolFormat:
     """One form of a pool.
 
-    ``names`` makes the namespaces of an engine. With ``stores_dense`` chunks are stored that no
-    hit requires, see :class:`~kvtide.core.coordinator.Coordinator`.
+    ``keys`` says how an engine of these sizes writes its keys, ``names`` makes its namespaces.
+    With ``stores_dense`` chunks are stored that no hit requires, see
+    :class:`~kvtide.core.coordinator.Coordinator`.
     """
 
-    keys: KeyStyle
+    keys: Callable[[ParallelSizes], KeyStyle]
     values: ValueFormat
     find_blocks: BlockFinder
     names: Callable[[PoolConfig, Any, GroupPlan, RankPlan], Names]
@@ -52,8 +54,14 @@ def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan, __: RankPla
     return ModelNames(config.cache_prefix, vllm_config.model_config.model)
 
 
+def _in_tree_keys(sizes: ParallelSizes) -> KeyStyle:
+    return VllmPoolKey(sizes.dcp_size)
+
+
 FORMATS = {
-    "kvtide": PoolFormat(PoolKey, TAGGED, find_layers, _identity_names, stores_dense=False),
-    "vllm": PoolFormat(VllmPoolKey, BARE, find_raw_blocks, _model_names, stores_dense=True),
+    "kvtide": PoolFormat(
+        lambda _: PoolKey, TAGGED, find_layers, _identity_names, stores_dense=False
+    ),
+    "vllm": PoolFormat(_in_tree_keys, BARE, find_raw_blocks, _model_names, stores_dense=True),
 }
 """The forms by the values of the option ``key_format``."""

@@ -141,7 +141,8 @@ def _faults(
         )
     if config.key_format == "vllm":
         for group in groups:
-            if not group.is_certain and not group.is_held_by_all and sizes.dcp_size == 1:
+            has_copies = group.in_tree_split().num_shards < sizes.tp_size
+            if has_copies and not group.is_held_by_all and not group.is_certain:
                 yield (
                     f"KV cache group {group.number} may have layers of different numbers of KV "
                     "heads, of which vLLM's in-tree connector stores copies that are none: leave "
@@ -191,7 +192,7 @@ class _GroupHeads:
         """
         tp_size = self._sizes.tp_size
         if self._sizes.dcp_size > 1:
-            return Split(tp_size, is_token_sharded=True)
+            return Split(tp_size)
         if self._has_states:
             return Split(tp_size)
         if self.is_held_by_all:
@@ -212,6 +213,8 @@ class _GroupHeads:
         total = self._total_heads
         if self._has_states:
             yield "holds states, which are not divided by heads"
+        elif any(is_held_by_all_ranks(layer) for layer in self._layers):
+            yield "has layers with heads, and others without"
         elif not self.is_certain or not total:
             yield "may have layers of different numbers of KV heads"
         elif total % store_tp_size and store_tp_size % total:

@@ -105,10 +105,11 @@ class SchedulerSide:
         config = self._config
         coordinator = self._tables.coordinator
         parts = self._topology.all_parts()
+        keys = self._format.keys(self._topology.sizes)
         self._lookups = LookupExecutor(
             self._store,
             coordinator.boundaries,
-            lambda namespace: coordinator.databases(namespace, parts, self._format.keys),
+            lambda namespace: coordinator.databases(namespace, parts, keys),
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )

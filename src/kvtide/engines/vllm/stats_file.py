@@ -15,6 +15,11 @@ _LAST_WORD_S = 1.0
 logger = logging.getLogger(__name__)
 
 
+def path_of(stats_path: str, engine_index: int) -> str:
+    """Return the file of one of several data parallel engines that have one configuration."""
+    return f"{stats_path}.dp{engine_index}" if stats_path and engine_index else stats_path
+
+
 class StatsFile:
     """Writes counters to ``path``, whole or not at all, at most five times a second.
 

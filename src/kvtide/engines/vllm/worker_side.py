@@ -77,7 +77,7 @@ class WorkerSide:
                     [group.block_size for group in self._plan.groups],
                     self._plan.hash_block_size,
                     role.parts,
-                    self._format.keys,
+                    self._format.keys(self._topology.sizes),
                 ),
                 limits=WorkerLimits(
                     staging_bytes=config.staging_size,
