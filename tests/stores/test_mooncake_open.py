@@ -176,7 +176,8 @@ def test_a_child_of_a_process_that_used_mooncake_is_refused() -> None:
 
 ENDS_IN_A_CALL = """
 import sys, threading, time
-from kvtide.stores import open_store, url_for_lookups
+from kvtide.errors import StoreClosedError
+from kvtide.stores import open_store
 from kvtide.testing import Arena
 store = open_store(sys.argv[1])
 def call():
@@ -207,6 +208,7 @@ def test_a_process_may_end_while_its_threads_are_in_calls() -> None:
                 check=False,
             )
             assert done.stdout == "ends\n"
+            assert "Traceback" not in done.stderr
             assert done.returncode == 0
 
 
