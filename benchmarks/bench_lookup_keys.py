@@ -3,9 +3,10 @@
     python benchmarks/bench_lookup_keys.py [--rounds 20]
 
 Each model is looked up in a store that has everything, in one that has nothing, and in one where
-windows and states end after nine tenths of the prompt. Where vLLM is installed, the lookup of
-its own store connector is run on the same groups, prompt and store: its keys are the peer. Times
-are of the longest burst of key building between two store calls, in CPU time of its thread.
+windows and states end after nine tenths of the prompt; two of them on eight ranks as well. Where
+vLLM is installed, the lookup of its own store connector is run on the same groups, ranks, prompt
+and store: its keys are the peer. Times are of the longest burst of key building between two store
+calls, in CPU time of its thread.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.keys import CacheIdentity, namespace_for
 from kvtide.core.lookup import lookup
+from kvtide.core.topology import ParallelSizes, Topology
 from kvtide.testing.requests import fake_hashes
 
 NUM_TOKENS = 128 << 10
@@ -47,11 +49,15 @@ IS_THERE = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's groups, and how many keys its lookups may ask for."""
+    """A model's groups, and how many keys its lookups may ask for.
+
+    ``tp_size`` ranks have parts of their own of every chunk.
+    """
 
     name: str
     coordinator: Coordinator
     goals: dict[str, int] = field(default_factory=dict)
+    tp_size: int = 1
 
 
 MODELS = (
@@ -70,6 +76,18 @@ MODELS = (
         Coordinator((FullAttention(512), Mamba(512)), 16, partial_hits=True),
     ),
     Model("states alone", Coordinator((Mamba(512),), 512)),
+    Model(
+        "full, TP 8",
+        Coordinator((FullAttention(16),), 16),
+        {"full hit": 8 * 8192, "cold miss": 64},
+        tp_size=8,
+    ),
+    Model(
+        "full + window 4,096, TP 8",
+        Coordinator((FullAttention(16), SlidingWindow(16, 4096)), 16),
+        {"full hit": 8 * (8192 + 256 + 64), "cold miss": 128},
+        tp_size=8,
+    ),
 )
 
 
@@ -80,10 +98,16 @@ class Asked:
         coordinator = model.coordinator
         hashes = fake_hashes(NUM_TOKENS // coordinator.hash_block_size)
         places = {value.hex(): index for index, value in enumerate(hashes, 1)}
-        databases = coordinator.databases(NAMESPACE, range(1))
+        sizes = ParallelSizes(model.tp_size)
+        topology = Topology.undivided(len(coordinator.groups), sizes)
+        databases = coordinator.databases(NAMESPACE, topology.all_parts())
         query = coordinator.query(NUM_TOKENS + 1, hashes)
         probe = lookup(query, coordinator.boundaries, databases)
-        groups = {ranks[0].prefix: coordinator.groups[g] for g, ranks in enumerate(databases)}
+        groups = {
+            part.prefix: coordinator.groups[group_id]
+            for group_id, parts in enumerate(databases)
+            for part in parts
+        }
         self.bursts: list[float] = []
         self.num_keys = 0
         answers: list[bool] | None = None
@@ -119,13 +143,14 @@ def vllm_num_keys(model: Model, is_there: Callable[[Group, float], bool]) -> tup
     hashes = fake_hashes(NUM_TOKENS // coordinator.hash_block_size)
     places = {value.hex(): index for index, value in enumerate(hashes, 1)}
     asked: list[str] = []
+    prefixes = [[f"{rank}@{g}" for rank in range(model.tp_size)] for g in range(len(groups))]
 
     def batch_is_exist(keys: Sequence[str]) -> list[int]:
         asked.extend(keys)
-        named = [key.rpartition("@")[::2] for key in keys]
+        named = [key.split("@") for key in keys]
         return [
             int(is_there(coordinator.groups[int(g)], places[name] / len(hashes)))
-            for g, name in named
+            for _, g, name in named
         ]
 
     worker = SimpleNamespace(
@@ -140,7 +165,7 @@ def vllm_num_keys(model: Model, is_there: Callable[[Group, float], bool]) -> tup
         store=SimpleNamespace(batch_is_exist=batch_is_exist),
         token_dbs=[SimpleNamespace(block_size=group.block_size) for group in coordinator.groups],
         _kv_cache_groups=groups,
-        _lookup_key_prefixes=[[str(number)] for number in range(len(groups))],
+        _lookup_key_prefixes=prefixes,
         _record_kv_connector_operation=lambda *_args, **_kwargs: None,
         _tail_key_boundaries=lambda *_args: (),
     )

@@ -8,6 +8,9 @@ from typing import Any
 
 from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.topology import ParallelSizes, Split
+from kvtide.testing.engine import ScriptedEngine
+from kvtide.testing.engine_attention import first_needed_token
+from kvtide.testing.engine_requests import EngineRequest
 from kvtide.testing.engine_setup import EngineSetup
 
 BLOCK = 4
@@ -88,3 +91,20 @@ WITH_COPIES = [
     if any(share.put_step > 1 for share in case.setup().topology.role(0).shares)
 ]
 """Those in which some ranks hold the same bytes of a group."""
+
+
+def longest_hit(engine: ScriptedEngine, request: EngineRequest, present: set[str]) -> int:
+    """Where a prompt may resume at most, by brute force: every part of every chunk is there."""
+    setup, databases = engine.setup, engine.databases()
+    last = (len(request.prompt) - 1) // setup.alignment * setup.alignment
+    for boundary in range(last, 0, -setup.alignment):
+        needed = [
+            database.key_for(request.block_hashes[(chunk + 1) * size // setup.hash_block_size - 1])
+            for group, parts in zip(setup.groups, databases, strict=True)
+            for size in [group.block_size]
+            for chunk in range(first_needed_token(group, boundary) // size, -(-boundary // size))
+            for database in parts
+        ]
+        if present.issuperset(needed):
+            return boundary
+    return 0

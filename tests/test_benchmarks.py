@@ -58,6 +58,8 @@ def test_a_lookup_asks_only_for_what_can_change_the_answer(load: Any) -> None:
     assert keys["full + states, full hit"] == 256 + 1
     assert keys["states alone, full hit"] == 64
     assert keys["states alone, cold miss"] == 256
+    assert keys["full, TP 8, full hit"] == 8 * keys["full, full hit"] == 8 * 8192
+    assert keys["full, TP 8, cold miss"] == keys["full, cold miss"] == 64
     assert all(row.met for row in found if row.unit == "keys" and row.goal is not None)
 
 

@@ -1,4 +1,4 @@
-"""The lookup: the longest prefix that all ranks hold, asking as few keys as possible."""
+"""The lookup: the longest prefix of which all parts are there, asking as few keys as possible."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,13 +38,13 @@ class Presence:
         return sum(map(len, self.asked))
 
 
-def databases(num_ranks: int = 1) -> list[ChunkedTokenDatabase]:
-    """One database per rank of one group."""
+def databases(num_parts: int = 1) -> list[ChunkedTokenDatabase]:
+    """One database per part of one group."""
     return [
         ChunkedTokenDatabase.for_group(
-            KeyMetadata("ns", Part(shard_id=rank), 0), block_size=BLOCK, hash_block_size=BLOCK
+            KeyMetadata("ns", Part(shard_id=shard_id), 0), block_size=BLOCK, hash_block_size=BLOCK
         )
-        for rank in range(num_ranks)
+        for shard_id in range(num_parts)
     ]
 
 
@@ -53,7 +53,7 @@ def run(
     hashes: list[bytes],
     *,
     start_chunk: int = 0,
-    num_ranks: int = 1,
+    num_parts: int = 1,
     sentinels: tuple[bytes, ...] = (),
 ) -> LookupHit:
     """Look up everything from ``start_chunk`` on."""
@@ -64,13 +64,13 @@ def run(
         sentinels,
     )
     boundaries = Boundaries((FullAttention(BLOCK),), BLOCK, BLOCK)
-    probe = lookup(query, boundaries, [databases(num_ranks)])
+    probe = lookup(query, boundaries, [databases(num_parts)])
     return drive(probe, presence)
 
 
-def keys_of(hashes: list[bytes], *, rank: int = 0) -> list[str]:
-    """The keys of all chunks on one rank."""
-    database = databases(rank + 1)[rank]
+def keys_of(hashes: list[bytes], *, part: int = 0) -> list[str]:
+    """The keys of one part of all chunks."""
+    database = databases(part + 1)[part]
     return [database.key_for(value) for value in hashes]
 
 
@@ -127,6 +127,18 @@ def test_sentinels_ride_on_the_first_batch_and_do_not_change_the_hit() -> None:
     assert run(presence, hashes, start_chunk=4, sentinels=(hashes[0],)).sentinels_present
 
 
+def test_sentinels_are_asked_of_every_part() -> None:
+    """What one rank lacks has to be repaired, whichever it is."""
+    hashes = fake_hashes(4)
+    present = {key for part in range(3) for key in keys_of(hashes, part=part)}
+    for missing in (None, 0, 2):
+        gone = set() if missing is None else {keys_of(hashes, part=missing)[0]}
+        presence = Presence(present - gone)
+        hit = run(presence, hashes, start_chunk=3, num_parts=3, sentinels=(hashes[0], hashes[2]))
+        assert hit == LookupHit(3 * BLOCK, 4 * BLOCK, sentinels_present=missing is None)
+        assert [len(keys) for keys in presence.asked] == [3 * 2 + 1, 2]
+
+
 def test_sentinels_are_asked_even_when_nothing_else_is() -> None:
     """A prompt that the engine holds whole may still be missing in the store."""
     hashes = fake_hashes(4)
@@ -137,69 +149,96 @@ def test_sentinels_are_asked_even_when_nothing_else_is() -> None:
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 80))
-def test_a_chunk_counts_only_if_every_rank_has_it(
-    data: st.DataObject, num_ranks: int, num_chunks: int
+def test_a_chunk_counts_only_if_all_its_parts_are_there(
+    data: st.DataObject, num_parts: int, num_chunks: int
 ) -> None:
-    """Each rank's every key may be gone: the hit is the longest prefix that all ranks hold."""
+    """Any key of any part may be gone: the hit is the longest prefix that has all of them."""
     hashes = fake_hashes(num_chunks)
     holes = data.draw(
         st.lists(
-            st.tuples(st.integers(0, num_ranks - 1), st.integers(0, num_chunks - 1)), max_size=3
+            st.tuples(st.integers(0, num_parts - 1), st.integers(0, num_chunks - 1)), max_size=3
         )
     )
-    present = {key for rank in range(num_ranks) for key in keys_of(hashes, rank=rank)}
-    for rank, chunk in holes:
-        present.discard(keys_of(hashes, rank=rank)[chunk])
+    present = {key for part in range(num_parts) for key in keys_of(hashes, part=part)}
+    for part, chunk in holes:
+        present.discard(keys_of(hashes, part=part)[chunk])
     first_hole = min([chunk for _, chunk in holes], default=num_chunks)
     presence = Presence(present)
-    assert run(presence, hashes, num_ranks=num_ranks).hit_token == first_hole * BLOCK
+    assert run(presence, hashes, num_parts=num_parts).hit_token == first_hole * BLOCK
 
 
-def test_the_first_rank_decides_how_far_the_others_are_asked() -> None:
-    """A cold miss costs one batch whatever the number of ranks."""
+TP8 = 8
+"""The parts of a chunk where each of eight ranks has its own heads."""
+
+
+def test_a_cold_miss_costs_one_batch_whatever_the_number_of_parts() -> None:
+    """The first part decides how far the others are asked."""
     presence = Presence(set())
-    run(presence, fake_hashes(500), num_ranks=8)
-    assert presence.num_asked == FIRST_PROBE_KEYS
+    assert run(presence, fake_hashes(8192), num_parts=TP8).hit_token == 0
+    assert [len(keys) for keys in presence.asked] == [64]
+
+
+def test_a_full_hit_of_many_parts_asks_each_key_once_in_lists_of_all_parts() -> None:
+    """8 x 8,192 keys; a list has 1,024 at most, and the other seven parts share theirs."""
+    hashes = fake_hashes(8192)
+    presence = Presence({key for part in range(TP8) for key in keys_of(hashes, part=part)})
+    assert run(presence, hashes, num_parts=TP8).hit_token == 8192 * BLOCK
+    asked = [key for keys in presence.asked for key in keys]
+    assert len(asked) == len(set(asked)) == 8 * 8192
+    assert max(len(keys) for keys in presence.asked) <= 1024
+    assert len(presence.asked) == 12 + 65
+
+
+@pytest.mark.parametrize("part", [1, 4, 7])
+def test_past_the_gap_of_any_part_hardly_a_key_is_asked(part: int) -> None:
+    """The list in which the gap is found is the last."""
+    hashes = fake_hashes(8192)
+    present = {key for part in range(TP8) for key in keys_of(hashes, part=part)}
+    present.discard(keys_of(hashes, part=part)[200])
+    presence = Presence(present)
+    assert run(presence, hashes, num_parts=TP8).hit_token == 200 * BLOCK
+    # The first part is asked in batches of 64, 128 and 256, the others in lists of 146 chunks.
+    assert presence.num_asked == 448 + 7 * (64 + 128 + 146)
 
 
 @given(contents(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_kind_of_group_needs_all_of_its_ranks(
-    case: Contents, num_ranks: int, random: Random
+def test_every_kind_of_group_needs_all_of_its_parts(
+    case: Contents, num_parts: int, random: Random
 ) -> None:
-    """The hit is that of a store which has only what every rank has; no key is asked twice."""
+    """The hit is that of a store which has only whole chunks; no key is asked twice."""
     groups, unit = case.boundaries.groups, case.boundaries.hash_block_size
-    ranks = [
+    parts = [
         [
-            ChunkedTokenDatabase(f"{number}/{rank}", group.block_size, unit)
-            for rank in range(num_ranks)
+            ChunkedTokenDatabase(f"{number}/{part}", group.block_size, unit)
+            for part in range(num_parts)
         ]
         for number, group in enumerate(groups)
     ]
     hashes = fake_hashes(case.where.num_hashes)
     gone = {
-        (number, rank, index)
+        (number, part, index)
         for number, index in case.present
-        for rank in range(num_ranks)
+        for part in range(num_parts)
         if random.random() < 0.05
     }
     everywhere = {
         (number, index)
         for number, index in case.present
-        if not any((number, rank, index) in gone for rank in range(num_ranks))
+        if not any((number, part, index) in gone for part in range(num_parts))
     }
     presence = Presence(
         {
-            ranks[number][rank].key_for(hashes[index])
+            parts[number][part].key_for(hashes[index])
             for number, index in case.present
-            for rank in range(num_ranks)
-            if (number, rank, index) not in gone
+            for part in range(num_parts)
+            if (number, part, index) not in gone
         }
     )
     start_token, end_token = case.where.start_token, case.where.end_token
     first = start_token // unit
     window = HashWindow(hashes[first:], first=first)
     query = LookupQuery(start_token, end_token, window)
-    hit = drive(lookup(query, case.boundaries, ranks), presence)
+    hit = drive(lookup(query, case.boundaries, parts), presence)
     assert hit.hit_token == longest_hit(replace(case, present=frozenset(everywhere)))
     asked = [key for keys in presence.asked for key in keys]
     assert len(set(asked)) == len(asked)
@@ -208,15 +247,15 @@ def test_every_kind_of_group_needs_all_of_its_ranks(
 def test_sentinels_are_chunks_of_full_attention() -> None:
     """Windows and states below a local hit are no use to anybody: they may be gone."""
     hashes = fake_hashes(8)
-    ranks = [[ChunkedTokenDatabase(f"{number}", BLOCK, BLOCK)] for number in range(2)]
-    presence = Presence({ranks[1][0].key_for(hashes[0])})
+    parts = [[ChunkedTokenDatabase(f"{number}", BLOCK, BLOCK)] for number in range(2)]
+    presence = Presence({parts[1][0].key_for(hashes[0])})
     for groups, sentinels in (
-        ((SlidingWindow(BLOCK, 64), FullAttention(BLOCK)), [[ranks[1][0].key_for(hashes[0])]]),
+        ((SlidingWindow(BLOCK, 64), FullAttention(BLOCK)), [[parts[1][0].key_for(hashes[0])]]),
         ((SlidingWindow(BLOCK, 64), Mamba(BLOCK)), []),
     ):
         presence.asked.clear()
         query = LookupQuery(4 * BLOCK, 4 * BLOCK, HashWindow((), first=4), (hashes[0],))
-        hit = drive(lookup(query, Boundaries(groups, BLOCK, BLOCK), ranks), presence)
+        hit = drive(lookup(query, Boundaries(groups, BLOCK, BLOCK), parts), presence)
         assert hit == LookupHit(4 * BLOCK, 4 * BLOCK)
         assert presence.asked == sentinels
 
@@ -224,11 +263,11 @@ def test_sentinels_are_chunks_of_full_attention() -> None:
 def test_the_names_of_cut_chunks_travel_with_the_hit() -> None:
     """The worker cannot know under which of its hashes a part of a chunk was stored."""
     hashes = fake_hashes(4)
-    ranks = [[ChunkedTokenDatabase(f"{number}", 4 * BLOCK, BLOCK)] for number in range(2)]
+    parts = [[ChunkedTokenDatabase(f"{number}", 4 * BLOCK, BLOCK)] for number in range(2)]
     boundaries = Boundaries((FullAttention(4 * BLOCK), Mamba(4 * BLOCK)), BLOCK, BLOCK)
-    presence = Presence({ranks[0][0].key_for(hashes[2]), ranks[1][0].key_for(hashes[1])})
+    presence = Presence({parts[0][0].key_for(hashes[2]), parts[1][0].key_for(hashes[1])})
     query = LookupQuery(0, 4 * BLOCK, HashWindow(hashes))
-    hit = drive(lookup(query, boundaries, ranks), presence)
+    hit = drive(lookup(query, boundaries, parts), presence)
     assert hit == LookupHit(0, 2 * BLOCK, (3 * BLOCK, 2 * BLOCK), 3 * BLOCK)
 
 

@@ -10,30 +10,12 @@ from kvtide.runtime.tags import TAG_BYTES
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Arena
 from kvtide.testing.engine import ScriptedEngine
-from kvtide.testing.engine_attention import block_bytes, first_needed_token
+from kvtide.testing.engine_attention import block_bytes
 from kvtide.testing.engine_checks import check_engine, check_store, finish
-from kvtide.testing.engine_requests import EngineRequest
-from tests.rank_cases import BLOCK, CASES, PCP_CASES, WITH_COPIES, Case
+from tests.rank_cases import BLOCK, CASES, PCP_CASES, WITH_COPIES, Case, longest_hit
 
 PROMPT = list(range(18))
 NUM_OUTPUT = 2
-
-
-def longest_hit(engine: ScriptedEngine, request: EngineRequest, present: set[str]) -> int:
-    """Where a prompt may resume at most, by brute force: every part of every chunk is there."""
-    setup, databases = engine.setup, engine.databases()
-    last = (len(request.prompt) - 1) // setup.alignment * setup.alignment
-    for boundary in range(last, 0, -setup.alignment):
-        needed = [
-            database.key_for(request.block_hashes[(chunk + 1) * size // setup.hash_block_size - 1])
-            for group, parts in zip(setup.groups, databases, strict=True)
-            for size in [group.block_size]
-            for chunk in range(first_needed_token(group, boundary) // size, -(-boundary // size))
-            for database in parts
-        ]
-        if present.issuperset(needed):
-            return boundary
-    return 0
 
 
 @pytest.mark.parametrize("case", [*CASES, *PCP_CASES], ids=str)
