@@ -30,7 +30,7 @@ def run(model: Path, store: str, stats_path: str = "") -> list[dict[str, Any]]:
     return found
 
 
-async def _answer(engine: Any, dp_rank: int) -> dict[str, Any]:
+async def _answer(engine: Any, dp_rank: int, prompt: list[int]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(
@@ -42,9 +42,9 @@ async def _answer(engine: Any, dp_rank: int) -> dict[str, Any]:
     )
     last = None
     async for output in engine.generate(
-        {"prompt_token_ids": prompt_of(PROMPT_TOKENS)},
+        {"prompt_token_ids": prompt},
         parameters,
-        f"rank-{dp_rank}",
+        f"rank-{dp_rank}-{len(prompt)}",
         data_parallel_rank=dp_rank,
     ):
         last = output
@@ -86,8 +86,9 @@ async def _run(model: str, store: str, stats_path: str) -> list[dict[str, Any]]:
     try:
         answers = []
         for dp_rank in range(2):
-            answers.append(await _answer(engine, dp_rank))
-            await asyncio.sleep(1.0)  # an idle engine has sent what it had staged
+            answers.append(await _answer(engine, dp_rank, prompt_of(PROMPT_TOKENS)))
+            await asyncio.sleep(1.0)  # until what is staged is stored
+            await _answer(engine, dp_rank, [3, 4, 5])  # reports travel with a step
         return answers
     finally:
         engine.shutdown()

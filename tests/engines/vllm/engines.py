@@ -33,10 +33,11 @@ class InProcessEngine:
         # vLLM's thread spins while a request waits in this process: give the other threads time.
         options = {"lookup_wait_ms": 1000, **arguments.pop("options", {})}
         role = arguments.pop("kv_role", "kv_both")
+        module = arguments.pop("module", "kvtide.engines.vllm")
         if store is not None:
             arguments["kv_transfer_config"] = {
                 "kv_connector": "KVTideConnector",
-                "kv_connector_module_path": "kvtide.engines.vllm",
+                "kv_connector_module_path": module,
                 "kv_role": role,
                 "kv_connector_extra_config": {"store": store, **options},
             }

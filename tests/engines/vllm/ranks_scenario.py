@@ -2,7 +2,7 @@
 
 usage: python -m tests.engines.vllm.ranks_scenario '{"model": ..., "store": ..., ...}'
 
-In a process of its own, whose ranks are processes too. The scheduler runs in this one.
+In a process of its own, since its ranks are processes too. The scheduler runs in this one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,35 +20,85 @@ from tests.engines.vllm.engines import InProcessEngine, prompt_of
 from tests.engines.vllm.environment import report, run_script
 
 PROMPT_TOKENS = 500
+NUM_OUTPUT_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class RanksRun:
-    """One engine: ``store`` is a URL, empty for none; ``zeros`` writes zeros for what is loaded."""
+    """One engine, and the prompts that it is asked one after the other, by their seeds.
+
+    ``store`` is the URL of a pool, empty for none. With ``zeros``, what is loaded are zeros.
+    """
 
     model: str
     store: str
     tp_size: int = 1
     pp_size: int = 1
+    seeds: tuple[int, ...] = (0,)
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     zeros: bool = False
-    num_tokens: int = 24
 
 
 @dataclass(frozen=True, slots=True)
-class RanksResult:
-    """What the engine answered to its prompt, how much of it was not computed, and counters."""
+class Answer:
+    """What an engine answered to a prompt, how much of it was not computed, and what it counted.
+
+    ``keys`` has, of each group and part, the keys of the prompt's chunks.
+    """
 
     tokens: list[int]
     num_cached_tokens: int
-    counters: dict[str, int]
+    counters: dict[str, int] = field(default_factory=dict)
+    keys: dict[str, list[str]] = field(default_factory=dict)
 
 
-def run(case: RanksRun) -> RanksResult:
-    """Run an engine in a process of its own."""
-    found = run_script("ranks_scenario", json.dumps(asdict(case)), timeout_s=300.0)
-    return RanksResult(**found)
+def run(case: RanksRun) -> dict[int, Answer]:
+    """Run an engine in a process of its own; return its answers by seed."""
+    found = run_script("ranks_scenario", json.dumps(asdict(case)), timeout_s=400.0)
+    return {seed: Answer(**answer) for seed, answer in zip(case.seeds, found, strict=True)}
+
+
+def ask(one: InProcessEngine, seed: int, *, has_pool: bool = True) -> Answer:
+    """Let an engine answer a prompt, and wait until its ranks have saved what there is to save."""
+    if not has_pool:
+        [output] = one.run(prompt_of(PROMPT_TOKENS, seed), num_tokens=NUM_OUTPUT_TOKENS)
+        return Answer(list(output.outputs[0].token_ids), output.num_cached_tokens)
+    before = Counter(one.counters)
+    requests: list[Any] = []
+    finished = one.connector.request_finished_all_groups
+
+    def note(request: Any, block_ids: Any) -> Any:
+        requests.append(request)
+        return finished(request, block_ids)
+
+    one.connector.request_finished_all_groups = note
+    [output] = one.run(prompt_of(PROMPT_TOKENS, seed), num_tokens=NUM_OUTPUT_TOKENS)
+    one.connector.request_finished_all_groups = finished
+    _settle(one)
+    counted = Counter(one.counters)
+    counted.subtract(before)
+    return Answer(
+        list(output.outputs[0].token_ids),
+        output.num_cached_tokens,
+        {name: count for name, count in counted.items() if count},
+        _keys(one, requests[0]),
+    )
+
+
+def _keys(one: InProcessEngine, request: Any) -> dict[str, list[str]]:
+    side = one.connector._scheduler_side
+    parts = side._topology.all_parts()
+    namespace = side._namespace_of(request)
+    databases = side._plan.coordinator().databases(namespace, parts)
+    num_chunks = PROMPT_TOKENS // databases[0][0].hash_block_size
+    return {
+        f"group {group_id}, {part}": [
+            database.key_for(value) for value in request.block_hashes[:num_chunks]
+        ]
+        for group_id, group in enumerate(databases)
+        for part, database in zip(parts[group_id], group, strict=True)
+    }
 
 
 def _settle(one: InProcessEngine, limit_s: float = 60.0) -> None:
@@ -59,30 +110,17 @@ def _settle(one: InProcessEngine, limit_s: float = 60.0) -> None:
         one.generate([3, 4, 5], num_tokens=2)
 
 
-def _zero_what_is_loaded() -> None:
-    """Let the ranks, which are forked from this process, write zeros into their blocks."""
-    import numpy as np
-
-    from kvtide.engines.vllm.tensors import TensorBlocks
-
-    write = TensorBlocks.write
-    TensorBlocks.write = lambda self, group, ids, data: write(  # type: ignore[method-assign]
-        self, group, ids, np.zeros_like(data)
-    )
-
-
 def main(case: RanksRun) -> None:
-    """Answer the prompt, save what there is to save, and report."""
+    """Open the engine, ask it, and report."""
     num_ranks = case.tp_size * case.pp_size
-    # Each rank its own core, where there are as many; vLLM's ranks spin while they wait.
+    # Each rank its own core, where there are as many: vLLM's ranks spin while they wait.
     cores = sorted(os.sched_getaffinity(0))
     binds = [str(cores[rank % len(cores)]) for rank in range(num_ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(binds)
-    if case.zeros:
-        _zero_what_is_loaded()
     one = InProcessEngine(
         Path(case.model),
         store=case.store or None,
+        module="tests.engines.vllm.zeroing_connector" if case.zeros else "kvtide.engines.vllm",
         options=case.options,
         tensor_parallel_size=case.tp_size,
         pipeline_parallel_size=case.pp_size,
@@ -91,16 +129,7 @@ def main(case: RanksRun) -> None:
         **case.arguments,
     )
     try:
-        [output] = one.run(prompt_of(PROMPT_TOKENS), num_tokens=case.num_tokens)
-        counters = {}
-        if case.store:
-            _settle(one)
-            counters = dict(one.counters)
-        report(
-            asdict(
-                RanksResult(list(output.outputs[0].token_ids), output.num_cached_tokens, counters)
-            )
-        )
+        report([asdict(ask(one, seed, has_pool=bool(case.store))) for seed in case.seeds])
     finally:
         one.close()
 
