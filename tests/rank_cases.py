@@ -64,6 +64,12 @@ class Case:
         heads = KINDS[self.kind].num_heads
         return tuple(Split(min(num_heads, tp_size), is_token_sharded) for num_heads in heads)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether some ranks hold the same bytes of a group."""
+        ranks = self.sizes.tp_size * self.sizes.pcp_size
+        return any(split.num_shards * self.sizes.dcp_size < ranks for split in self.splits)
+
     def setup(self, **how: Any) -> EngineSetup:
         """Return the setup of such an engine."""
         return EngineSetup(
@@ -85,11 +91,7 @@ PCP_CASES = [
     Case("grouped heads", ParallelSizes(4, pcp_size=2, dcp_size=2)),
 ]
 """And some with prefill-context parallel ranks, which have copies or other tokens."""
-WITH_COPIES = [
-    case
-    for case in (*CASES, *PCP_CASES)
-    if any(share.put_step > 1 for share in case.setup().topology.role(0).shares)
-]
+WITH_COPIES = [case for case in (*CASES, *PCP_CASES) if case.has_copies]
 """Those in which some ranks hold the same bytes of a group."""
 
 

@@ -38,6 +38,7 @@ def test_a_hit_is_the_longest_prefix_that_all_ranks_hold(case: Case) -> None:
         engine.step()
         check_engine(engine)
         assert request.num_loaded_tokens == wanted
+        assert request.num_loads == (wanted > 0), "the first answer is right"
         assert engine.outputs["again"] == expected
         arena.put([(key, value)])
         hits[wanted] += 1

@@ -12,12 +12,11 @@ import pytest
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
-from kvtide.core.topology import ParallelSizes
 from kvtide.stores import open_store
 from kvtide.stores.base import Store
 from kvtide.testing import Fault, FaultKind, FaultyStore, ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store
-from tests.engine_models import MODELS
+from tests.engine_models import DIVISIONS, MODELS
 
 MAX_STEPS = 100_000
 """Bounds every wait: reached only where something hangs that must not."""
@@ -46,23 +45,30 @@ def drain(engine: ScriptedEngine) -> None:
     check_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["full", "window and state", "state, cut blocks", "drafts"])
+@pytest.mark.parametrize(
+    "name, division",
+    [
+        ("full", "more ranks than shards"),
+        ("window and state", "a stage without layers"),
+        ("state, cut blocks", "copies"),
+        ("drafts", "more shards than ranks"),
+    ],
+)
 def test_random_requests_compute_on_right_bytes_whatever_the_threads_do(
-    store: Store, name: str
+    store: Store, name: str, division: str
 ) -> None:
     """Arrivals, aborts and a small cache; values that vanish or are bad, puts refused."""
     draw = random.Random(name)
     faulty = FaultyStore(store)
     setup = MODELS[name].setup(
         num_blocks=24 if name == "full" else 40,
-        sizes=ParallelSizes(tp_size=2),
         num_drafts=draw.choice([0, 2]),
         threaded=True,
         lookup_timeout_s=30.0,
         delays=Delays(0.001, 0.01),
         admission=AdmissionLimits(lookup_wait_s=30.0),
     )
-    engine = ScriptedEngine(faulty, setup, clock=time.monotonic)
+    engine = ScriptedEngine(faulty, DIVISIONS[division].apply(setup), clock=time.monotonic)
     prompts: dict[str, list[int]] = {}
     turn = threading.Event()
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.errors import StoreLostError
 from kvtide.stores.base import Status
 from kvtide.stores.memory import MemoryStore
@@ -205,6 +206,81 @@ def test_a_sparse_group_loads_from_its_own_first_chunk() -> None:
     rank.step(rank.load_job("a", 0, 12, [20, 21, 22], [23], first_chunks=[0, 2]))
     assert (rank.finished, rank.failed) == (["a"], [])
     assert rank.blocks.content(1, 23) == last
+
+
+TWO_SHARDS = Topology(ParallelSizes(), (Split(2),)).role(0)
+
+
+def test_a_block_is_filled_from_all_its_parts() -> None:
+    """Two values for each chunk, which lie one behind the other in its block."""
+    rank, contents = saved_rank(role=TWO_SHARDS, load_staging_bytes=6 * 4096)
+    assert len(contents[0]) == 200
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert [len(keys) for method, keys in rank.scripted.calls if method == "get"] == [6, 6, 4]
+    assert [rank.blocks.content(0, block) for block in TARGETS] == contents
+    assert rank.report.counters["loaded_chunks"] == 8
+    assert rank.report.counters["loaded_bytes"] == 1600
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_chunk_is_not_loaded_without_one_of_its_parts(number: int) -> None:
+    """The load fails at that chunk; the other part alone is of no use."""
+    rank, _ = saved_rank(role=TWO_SHARDS)
+    before = [rank.blocks.content(0, block) for block in TARGETS]
+    del rank.scripted.values[rank.key("a", 4, number=number)]
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.report.failed_loads == {"a": 16}
+    assert [rank.blocks.content(0, block) for block in TARGETS] == before
+
+
+def test_a_chunk_whose_parts_exceed_staging_fails_the_load() -> None:
+    """They pass through it together."""
+    rank, _ = saved_rank(role=TWO_SHARDS, load_staging_bytes=4096)
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.report.failed_loads == {"a": 0}
+
+
+def test_nothing_is_asked_of_a_group_that_the_rank_has_nothing_of() -> None:
+    """A pipeline stage without layers of it."""
+    topology = Topology(ParallelSizes(pp_size=2), (Split(1, stages=(1,)), Split(1)))
+    rank = Rank(groups=[(4, 100), (4, 50)], role=topology.role(0))
+    contents = rank.fill("a", [1, 2], 1)
+    rank.step(rank.store_job("a", 0, 8, [1, 2], [1, 2]))
+    rank.step(rank.load_job("a", 0, 8, [20, 21], [22, 23]))
+    assert (rank.finished, rank.failed) == (["a"], [])
+    assert [rank.blocks.content(1, block) for block in (22, 23)] == contents
+    assert {group_id for group_id, _ in rank.blocks.reads + rank.blocks.writes} == {1}
+    keys = {rank.key("a", chunk, 1) for chunk in range(2)}
+    assert {key for _, asked in rank.scripted.calls for key in asked} == keys
+
+
+def test_ranks_that_read_the_same_values_begin_with_different_ones() -> None:
+    """So the copies of a part are not all read from one place at the same time; all arrive."""
+    topology = Topology(ParallelSizes(tp_size=4), (Split(1),))
+    firsts = []
+    writer, contents = saved_rank()
+    for number in range(4):
+        rank = Rank(role=topology.role(number))
+        rank.scripted.values = dict(writer.scripted.values)
+        rank.step(rank.load_job("a", 0, 32, TARGETS))
+        asked = rank.scripted.keys_of("get")
+        assert set(asked) == set(writer.scripted.values)
+        firsts.append(asked[0])
+        assert [rank.blocks.content(0, block) for block in TARGETS] == contents
+    assert firsts == [writer.key("a", chunk) for chunk in (0, 2, 4, 6)]
+
+
+def test_a_rotated_answer_still_fails_the_load_at_the_first_missing_chunk() -> None:
+    """Whichever value a rank begins with."""
+    topology = Topology(ParallelSizes(tp_size=4), (Split(1),))
+    writer, _ = saved_rank()
+    for number in range(4):
+        rank = Rank(role=topology.role(number))
+        rank.scripted.values = dict(writer.scripted.values)
+        for chunk in (3, 5):
+            del rank.scripted.values[rank.key("a", chunk)]
+        rank.step(rank.load_job("a", 0, 32, TARGETS))
+        assert rank.report.failed_loads == {"a": 12}
 
 
 def test_a_wrong_value_is_removed_and_may_be_stored_again() -> None:

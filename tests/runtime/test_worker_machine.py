@@ -13,9 +13,10 @@ from typing import Any
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.core.jobs import LoadJob, StepPlan, StoreJob
+from kvtide.core.topology import ParallelSizes, RankRole, Split, Topology
 from kvtide.errors import StoreLostError
 from kvtide.stores.base import Status
 from tests.runtime_harness import Rank
@@ -35,9 +36,19 @@ FAULTS = (
 )
 
 
-def content_of(name: str, group_id: int, chunk: int) -> bytes:
+_ONE, _STAGES = ParallelSizes(), ParallelSizes(pp_size=2)
+ROLES = {
+    "alone": RankRole.alone(2),
+    "two shards of one group": Topology(_ONE, (Split(2), Split(1))).role(0),
+    "shards of both groups": Topology(_ONE, (Split(3), Split(2))).role(0),
+    "nothing of one group": Topology(_STAGES, (Split(1), Split(1, stages=(1,)))).role(0),
+    "half of the chunks": Topology(ParallelSizes(tp_size=2), (Split(1), Split(2))).role(1),
+}
+"""What the rank holds and stores; the first is the simplest."""
+
+
+def content_of(name: str, group_id: int, chunk: int, num_bytes: int) -> bytes:
     """What the engine computes for a chunk: the same whenever it computes it."""
-    num_bytes = GROUPS[group_id][1]
     seed = hashlib.sha256(f"{name}{group_id}{chunk}".encode()).digest()
     return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
@@ -45,10 +56,12 @@ def content_of(name: str, group_id: int, chunk: int) -> bytes:
 class RankMachine(RuleBasedStateMachine):
     """One rank and an engine that reuses blocks as soon as it is told that it may."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(role=st.sampled_from(list(ROLES.values())))
+    def start(self, role: RankRole) -> None:
+        """Whatever the rank holds."""
         self.rank = Rank(
             groups=GROUPS,
+            role=role,
             staging_bytes=20 * 4096,
             load_staging_bytes=7 * 4096,
             max_queued_puts=3,
@@ -56,6 +69,7 @@ class RankMachine(RuleBasedStateMachine):
             max_batch_keys=6,
             num_blocks=300,
         )
+        self.block_bytes = [blocks.shape[1] for blocks in self.rank.blocks.data]
         self.free = [list(range(1, 300)) for _ in GROUPS]
         self.storing: dict[int, list[tuple[int, int]]] = {}
         self.loading: dict[str, tuple[str, list[tuple[int, int, int]]]] = {}
@@ -82,7 +96,7 @@ class RankMachine(RuleBasedStateMachine):
         """Give blocks to someone who fills them with something else at once."""
         for group_id, block in blocks:
             theirs = f"foreign {group_id} {block} {len(self.foreign)}".encode()
-            theirs = (theirs * 500)[: GROUPS[group_id][1]]
+            theirs = (theirs * 1000)[: self.block_bytes[group_id]]
             self.rank.blocks.data[group_id][block] = memoryview(theirs)
             self.foreign[group_id, block] = theirs
             self.free[group_id].insert(0, block)
@@ -99,7 +113,8 @@ class RankMachine(RuleBasedStateMachine):
             if request_id not in rank.failed:
                 for group_id, chunk, block in targets:
                     loaded = rank.blocks.content(group_id, block)
-                    assert loaded == content_of(name, group_id, chunk)
+                    num_bytes = self.block_bytes[group_id]
+                    assert loaded == content_of(name, group_id, chunk, num_bytes)
             else:
                 assert request_id in rank.report.failed_loads
             self._reuse([(group_id, block) for group_id, _, block in targets])
@@ -161,7 +176,8 @@ class RankMachine(RuleBasedStateMachine):
         for group_id, (size, _) in enumerate(GROUPS):
             ids = self._allocate(group_id, (end - start) // size)
             for i, block in enumerate(ids):
-                data = content_of(name, group_id, start // size + i)
+                num_bytes = self.block_bytes[group_id]
+                data = content_of(name, group_id, start // size + i, num_bytes)
                 self.rank.blocks.data[group_id][block] = memoryview(data)
             held += [(group_id, block) for block in ids]
             blocks.append([0, *ids[1:]] if null and group_id else ids)
@@ -285,5 +301,5 @@ class RankMachine(RuleBasedStateMachine):
         self.rank.worker.close()
 
 
-RankMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RankMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestRankMachine = RankMachine.TestCase

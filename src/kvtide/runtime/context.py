@@ -20,7 +20,8 @@ from kvtide.stores.base import Store
 class RankContext:
     """One rank's memory, store, open jobs and bounds, what it holds, and its values' format.
 
-    Deadlines are read off ``clock``. With ``threaded=False`` no thread is ever started.
+    ``role`` and ``memory`` agree in how many parts of a block there are. Deadlines are read off
+    ``clock``. With ``threaded=False`` no thread is ever started.
     """
 
     memory: BlockMemory
@@ -35,6 +36,9 @@ class RankContext:
     bad_keys: BadKeys = field(init=False)
 
     def __post_init__(self) -> None:
+        layouts = self.memory.layout.groups
+        num_values = [group.values_per_block for group in layouts]
+        assert num_values == [len(parts) for parts in self.role.parts], f"{self.role} {layouts}"
         object.__setattr__(self, "bad_keys", BadKeys(self.limits.max_bad_keys))
 
     @property

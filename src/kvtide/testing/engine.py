@@ -12,6 +12,10 @@ the pool over any store. What it computes depends on the bytes it reads, so a wr
 A model of several attention kinds is a setup of several groups:
 
 >>> EngineSetup(groups=(FullAttention(4), SlidingWindow(4, window=6), Mamba(4)))
+
+An engine of several ranks has their numbers, and says how they divide each group's blocks:
+
+>>> EngineSetup(sizes=ParallelSizes(tp_size=4), splits=(Split(num_shards=2),))
 """
 
 from __future__ import annotations
