@@ -20,6 +20,8 @@ from tests.engines.vllm.engines import InProcessEngine, prompt_of
 from tests.engines.vllm.environment import report, run_script
 
 PROMPT_TOKENS = 500
+PATIENT = {"lookup_wait_ms": 10_000, "lookup_timeout_ms": 10_000}
+"""Ranks that spin take every core, so a lookup may be late, and would be a miss."""
 NUM_OUTPUT_TOKENS = 24
 
 
@@ -121,7 +123,7 @@ def main(case: RanksRun) -> None:
         Path(case.model),
         store=case.store or None,
         module="tests.engines.vllm.zeroing_connector" if case.zeros else "kvtide.engines.vllm",
-        options=case.options,
+        options={**PATIENT, **case.options},
         tensor_parallel_size=case.tp_size,
         pipeline_parallel_size=case.pp_size,
         # vLLM's CPU worker makes room for what a stage receives only when it compiles.

@@ -14,7 +14,7 @@ from tests.engines.vllm import data_parallel_scenario
 from tests.engines.vllm.engines import BLOCK, engine
 from tests.engines.vllm.models import build
 from tests.engines.vllm.pools import ON_EACH_STORE
-from tests.engines.vllm.ranks_scenario import PROMPT_TOKENS, Answer, RanksRun, ask, run
+from tests.engines.vllm.ranks_scenario import PATIENT, PROMPT_TOKENS, Answer, RanksRun, ask, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -40,7 +40,7 @@ def expected(llama: Path) -> dict[int, list[int]]:
 
 def ask_one_rank(model: Path, url: str, seed: int, **arguments: Any) -> Answer:
     """Let an engine of one rank, in this process, answer a prompt."""
-    with engine(model, url, options=SHARED, **arguments) as one:
+    with engine(model, url, options={**PATIENT, **SHARED}, **arguments) as one:
         return ask(one, seed)
 
 
