@@ -164,8 +164,9 @@ def test_a_key_of_vllm_s_names_the_model_by_the_end_of_its_path(model: str, name
 
 def test_a_part_of_vllm_s_keys_is_named_as_a_place() -> None:
     """Ranks in a row that hold the same bytes have one name: that of their shard."""
-    prefix = VllmPoolKey.build_prefix(KeyMetadata("m", Part(4, 1, 3), 0))
-    assert prefix == "m@tp_rank:1@pcp0@dcp3@pp_rank:4@group:0"
+    metadata = KeyMetadata("m", Part(pp_rank=4, shard_id=7), 0)
+    prefix = VllmPoolKey(dcp_size=4).build_prefix(metadata)
+    assert prefix == "m@tp_rank:7@pcp0@dcp3@pp_rank:4@group:0"
 
 
 def test_prefix_ids_are_announced_once() -> None:
