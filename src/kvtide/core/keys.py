@@ -51,10 +51,10 @@ class BlockHashes(Sequence[bytes]):
             ValueError: the hashes are not all of one length.
         """
         parts = list(hashes)
-        hash_bytes = len(parts[0]) if parts else 1
-        if any(len(part) != hash_bytes for part in parts):
+        lengths = set(map(len, parts)) or {1}
+        if len(lengths) != 1:
             raise ValueError("block hashes of one request must have one length")
-        return cls(b"".join(parts), hash_bytes, first=first)
+        return cls(b"".join(parts), lengths.pop(), first=first)
 
     def __len__(self) -> int:
         return self.first + len(self._blob) // self._hash_bytes

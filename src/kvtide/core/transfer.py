@@ -112,7 +112,7 @@ def plan_store(
             table = _masked(view.block_ids(group_id, first, stop), first, runs)
         first_chunks.append(first)
         tables.append(pack_block_ids(table))
-        pinned.extend(block_id for block_id in table if block_id != NULL_BLOCK_ID)
+        pinned.extend(_without_nulls(table))
         num_wanted += sum(map(len, runs))
     first_hash = start_token // unit
     hashes = BlockHashes.pack(view.hashes(first_hash, end_token // unit), first=first_hash)
@@ -131,6 +131,13 @@ def _masked(block_ids: Sequence[int], first_chunk: int, runs: Sequence[range]) -
         part = slice(run.start - first_chunk, run.stop - first_chunk)
         masked[part] = block_ids[part]
     return masked
+
+
+def _without_nulls(block_ids: Sequence[int]) -> Sequence[int]:
+    """Return the ids of a part of a block table that stand for blocks: mostly all of them."""
+    if NULL_BLOCK_ID not in block_ids:
+        return block_ids
+    return [block_id for block_id in block_ids if block_id != NULL_BLOCK_ID]
 
 
 def plan_boundary(

@@ -28,13 +28,10 @@ class EngineTables:
     group_ids: tuple[int, ...]
     coordinator: Coordinator
 
-    def block(self, block_id: int) -> Any:
-        """Return vLLM's ``KVCacheBlock`` of an id."""
-        return self.manager.block_pool.blocks[block_id]
-
     def pin(self, block_ids: Sequence[int]) -> None:
         """Take a reference to each block, so that vLLM gives none of them to anybody else."""
-        self.manager.block_pool.touch([self.block(block_id) for block_id in block_ids])
+        pool = self.manager.block_pool
+        pool.touch(list(map(pool.blocks.__getitem__, block_ids)))
 
     def hand_offs(self, offers: Sequence[tuple[int, int, int]]) -> list[HandOff]:
         """Return vLLM's ``(group, block, boundary)`` offers of states in the core's words."""
@@ -56,7 +53,8 @@ class EngineTables:
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give the references back; blocks are evicted in the order given."""
-        self.manager.block_pool.free_blocks([self.block(block_id) for block_id in block_ids])
+        pool = self.manager.block_pool
+        pool.free_blocks(map(pool.blocks.__getitem__, block_ids))
 
 
 class VllmRequestView:

@@ -1,0 +1,310 @@
+"""What saving costs, hop by hop, beside vLLM's in-tree MooncakeStoreConnector.
+
+    python benchmarks/bench_save_path.py [--rounds 20] [--only a,b,c,d,h]
+
+Both connectors' own code is driven in turns, on the same requests of vLLM, with a store that
+answers at once: (a) the scheduler's thread, (b) the metadata, (c) a worker's CPU, (d) many requests
+that complete a block in the same step, (h) memory. Times are CPU times of the threads concerned, so
+other processes do not count; each ratio is the median of those of single rounds. The letters are
+those of docs/performance.md, which says what is in each figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from measuring import Row, left_out, quartiles, report
+
+BENCH = "save_path"
+CONTEXTS = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10)
+JUDGED = 128 << 10
+ALLOWANCE_US = 15.0
+BURST = 5
+"""A round takes the least of so many repetitions: caches are warm in every case."""
+
+
+def name(num_tokens: int) -> str:
+    """Return a context as people write it."""
+    return f"{num_tokens >> 10}k"
+
+
+def times_less(
+    case: str,
+    unit: str,
+    kvtide: Sequence[float],
+    peer: Sequence[float],
+    at_least: float | None = None,
+) -> Row:
+    """Return the row of two costs, measured in the same rounds: how many times less kvtide's is."""
+    ratios = [theirs / ours for ours, theirs in zip(kvtide, peer, strict=True)]
+    ratio = median(ratios)
+    goal = None if at_least is None else f">= {at_least:g}"
+    met = None if at_least is None else ratio >= at_least
+    spread = quartiles(ratios)
+    return Row(BENCH, case, unit, median(kvtide), median(peer), ratio, goal, met, spread)
+
+
+def at_most(
+    case: str, unit: str, kvtide: float, peer: float | None, bound: float, goal: str
+) -> Row:
+    """Return the row of a cost of kvtide's that is bounded."""
+    ratio = None if peer is None else peer / kvtide
+    return Row(BENCH, case, unit, kvtide, peer, ratio, goal, kvtide <= bound)
+
+
+# ------------------------------------------------------------------ a, b: the scheduler's process
+
+
+class Held:
+    """A request at one context, both scheduler halves, and the steps that lead to its last token.
+
+    ``steps`` has by kind of job the step that admits the request in front of it, and the step.
+    """
+
+    def __init__(self, num_tokens: int, num_blocks: int) -> None:
+        from scheduler_halves import InTreeHalf, KVTideHalf
+        from vllm_engine import STEP_TOKENS, HeldEngine
+
+        self.num_tokens = num_tokens
+        self.engine = HeldEngine(num_tokens, num_blocks)
+        self.halves = {"kvtide": KVTideHalf(self.engine), "peer": InTreeHalf(self.engine)}
+        self.steps = {
+            kind: (self.engine.admission(computed), self.engine.step(computed, num_scheduled))
+            for kind, computed, num_scheduled in (
+                ("prefill job", num_tokens - STEP_TOKENS, STEP_TOKENS),
+                ("decode job", num_tokens - 1, 1),
+            )
+        }
+
+    def rewind(self, half: Any, kind: str) -> None:
+        """Put the request back in front of the step, as if it had just been resumed there."""
+        admission, _ = self.steps[kind]
+        [computed] = admission.scheduled_cached_reqs.num_computed_tokens
+        for request in self.engine.requests:
+            request.num_computed_tokens = computed
+        half.take(half.report_on(half.emit(admission)))
+        assert not half.has_pins
+
+    def run(self, half: Any, kind: str) -> tuple[float, Any]:
+        """Emit a job and release it; return the CPU seconds of that and the metadata."""
+        self.rewind(half, kind)
+        _, step = self.steps[kind]
+        start = time.thread_time()
+        metadata = half.emit(step)
+        emitted = time.thread_time()
+        assert half.num_jobs(metadata) == 1
+        assert half.has_pins
+        ended = half.report_on(metadata)
+        reported = time.thread_time()
+        half.take(ended)
+        freed = time.thread_time()
+        assert not half.has_pins
+        return emitted - start + freed - reported, metadata
+
+
+def hold(contexts: Sequence[int]) -> list[Held]:
+    """Return requests of these contexts, each in a pool of the same size, filled alike."""
+    num_blocks = max(contexts) // 8 + (1 << 10)
+    cases = [Held(context, num_blocks) for context in contexts]
+    gc.collect()
+    gc.freeze()  # as vLLM does once it has started
+    return cases
+
+
+def scheduler_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
+    """Time the scheduler's thread per save job: building it and pinning, and releasing."""
+    for kind in ("prefill job", "decode job"):
+        times: dict[int, dict[str, list[float]]] = {
+            case.num_tokens: {side: [] for side in case.halves} for case in cases
+        }
+        for _ in range(rounds):
+            for case in cases:
+                for side, half in case.halves.items():
+                    spent = min(case.run(half, kind)[0] for _ in range(BURST))
+                    times[case.num_tokens][side].append(spent * 1e6)
+        for context, each in times.items():
+            goal = 40 if context == JUDGED else None
+            where = f"a. scheduler, {kind} at {name(context)}"
+            yield times_less(where, "us", each["kvtide"], each["peer"], goal)
+        first, last = cases[0].num_tokens, cases[-1].num_tokens
+        base = median(times[first]["kvtide"])
+        yield at_most(
+            f"a. scheduler, {kind}: {name(last)} beside {name(first)}",
+            "us",
+            median(times[last]["kvtide"]),
+            None,
+            1.2 * base + ALLOWANCE_US,
+            f"<= 1.2 x {base:.0f} + {ALLOWANCE_US:g} us",
+        )
+
+
+def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
+    """Measure a step's metadata: its bytes, and the CPU of pickling and unpickling it."""
+    for kind in ("prefill job", "decode job"):
+        for case in cases:
+            blobs: dict[str, bytes] = {}
+            times: dict[str, list[float]] = {side: [] for side in case.halves}
+            for _ in range(rounds):
+                for side, half in case.halves.items():
+                    _, metadata = case.run(half, kind)
+                    start = time.thread_time()
+                    blobs[side] = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
+                    pickle.loads(blobs[side])  # noqa: S301 - made right here
+                    times[side].append((time.thread_time() - start) * 1e6)
+            sizes = {side: len(blob) for side, blob in blobs.items()}
+            where = f"b. metadata, {kind} at {name(case.num_tokens)}"
+            is_judged = case.num_tokens == JUDGED
+            if is_judged and kind == "decode job":
+                yield at_most(where, "bytes", sizes["kvtide"], sizes["peer"], 400, "<= 400 bytes")
+            else:
+                goal = 40 if is_judged else None
+                yield times_less(where, "bytes", [sizes["kvtide"]], [sizes["peer"]], goal)
+            if is_judged:
+                yield times_less(
+                    f"{where}: pickled, unpickled", "us", times["kvtide"], times["peer"]
+                )
+
+
+# ------------------------------------------------------------------ c, d: a worker's CPU
+
+
+def metadata_of(engine: Any, first_token: int, step_tokens: int) -> dict[str, list[bytes]]:
+    """Return by side the pickled metadata of steps from ``first_token`` to the requests' end."""
+    from scheduler_halves import InTreeHalf, KVTideHalf
+
+    pickled: dict[str, list[bytes]] = {}
+    for side, half in {"kvtide": KVTideHalf(engine), "peer": InTreeHalf(engine)}.items():
+        for request in engine.requests:
+            request.num_computed_tokens = first_token
+        half.take(half.report_on(half.emit(engine.admission(first_token))))
+        pickled[side] = []
+        for computed in range(first_token, engine.num_tokens, step_tokens):
+            metadata = half.emit(engine.step(computed, step_tokens))
+            pickled[side].append(pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL))
+            half.take(half.report_on(metadata))
+    return pickled
+
+
+class Load:
+    """Steps to save from ``first_token`` on, and what each worker took for them, by round."""
+
+    def __init__(self, engine: Any, first_token: int, step_tokens: int) -> None:
+        self.first_token = first_token
+        self.request_ids = [request.request_id for request in engine.requests]
+        self.pickled = metadata_of(engine, first_token, step_tokens)
+        self.num_keys = len(self.request_ids) * (engine.num_tokens - first_token) // 16
+        self.num_steps = len(self.pickled["kvtide"])
+        self.us_per_key: dict[str, list[float]] = {}
+        self.calls_per_step: dict[str, float] = {}
+
+    def run(self, side: str, worker: Any) -> None:
+        """Let a worker save all steps, one after the other."""
+        from worker_halves import cpu_of_step
+
+        worker.begin(self.request_ids, self.first_token)
+        num_keys, num_calls = worker.num_keys, worker.num_calls
+        pickled = self.pickled["peer" if side == "peer" else "kvtide"]
+        spent = sum(cpu_of_step(worker, pickle.loads(blob)) for blob in pickled)  # noqa: S301
+        assert worker.num_keys - num_keys == self.num_keys, "not everything was saved"
+        self.us_per_key.setdefault(side, []).append(spent / self.num_keys * 1e6)
+        self.calls_per_step[side] = (worker.num_calls - num_calls) / self.num_steps
+
+
+def make_workers(num_blocks: int) -> dict[str, Any]:
+    """Return the workers that are compared, over one KV cache."""
+    from vllm_engine import kv_caches
+    from worker_halves import InTreeWorker, KVTideWorker
+
+    caches = kv_caches(num_blocks)
+    return {
+        "kvtide": KVTideWorker(caches, with_copy=False),
+        "with copy": KVTideWorker(caches, with_copy=True),
+        "peer": InTreeWorker(caches),
+    }
+
+
+def worker_rows(context: int, many: Sequence[int], rounds: int) -> Iterator[Row]:
+    """Measure a worker's CPU per new key: long prompts, a decode, and many decodes at once."""
+    from vllm_engine import BLOCK, STEP_TOKENS, HeldEngine
+
+    num_blocks = max(context // 8, max(many, default=0) * 64) + (1 << 10)
+    engine = HeldEngine(context, num_blocks)
+    loads = {
+        "prefill": Load(engine, 0, STEP_TOKENS),
+        "decode": Load(engine, context - 64 * BLOCK, BLOCK),
+    }
+    for count in many:
+        crowd = HeldEngine(512, num_blocks, count)
+        loads[f"{count} requests"] = Load(crowd, 512 - 4 * BLOCK, BLOCK)
+    workers = make_workers(num_blocks)
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for load in loads.values():
+            for side, worker in workers.items():
+                load.run(side, worker)
+    goals: Mapping[str, float] = {"prefill": 3, "decode": 5}
+    for what, load in loads.items():
+        us = load.us_per_key
+        where = f"c. worker, a key of {what} at {name(context)}"
+        if what not in goals:
+            where = f"d. {what} complete a block: a key"
+            calls = load.calls_per_step
+            yield at_most(
+                f"d. {what} complete a block: calls",
+                "calls",
+                calls["kvtide"],
+                calls["peer"],
+                2,
+                "<= 2",
+            )
+            yield at_most(where, "us", median(us["kvtide"]), median(us["peer"]), 5, "<= 5 us")
+        else:
+            yield times_less(where, "us", us["kvtide"], us["peer"], goals[what])
+        yield times_less(f"{where}, copied and tagged", "us", us["with copy"], us["peer"])
+    for worker in workers.values():
+        worker.close()
+
+
+# ------------------------------------------------------------------ the whole
+
+
+def main() -> None:
+    """Run the benches and write build/bench/save_path.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="a,b,c,d,h", help="letters of the benches to run")
+    options = parser.parse_args()
+    only = set(options.only.split(","))
+    if find_spec("vllm") is None:
+        report(BENCH, [left_out(BENCH, "vLLM is not installed")])
+        return
+    rows: list[Row] = []
+    if only & {"a", "b"}:
+        cases = hold(CONTEXTS)
+        benches: dict[str, Callable[[Sequence[Held], int], Iterator[Row]]] = {
+            "a": scheduler_rows,
+            "b": metadata_rows,
+        }
+        for letter in sorted(only & set(benches)):
+            rows += benches[letter](cases, options.rounds)
+        del cases
+    if only & {"c", "d"}:
+        rows += worker_rows(JUDGED, (64, 256) if "d" in only else (), options.rounds)
+    print(f"written: {report(BENCH, rows)}")
+    # vLLM's sending thread has no end, and its libraries complain at a regular one.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
