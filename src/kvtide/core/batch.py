@@ -7,7 +7,7 @@ One object instead of parallel lists that have to be filtered in step: ``select`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -40,14 +40,26 @@ class Batch:
                 f"a batch's order needs one entry per key: {len(self.keys)} keys, "
                 f"{len(self.order)} entries"
             )
-        for addresses, sizes in zip(self.addresses, self.sizes, strict=True):
-            if len(addresses) != len(sizes):
-                raise ValueError(
-                    f"a value needs one size per address: {len(addresses)} addresses, "
-                    f"{len(sizes)} sizes"
-                )
-            if sizes and min(sizes) < 0:
-                raise ValueError(f"a segment's size cannot be negative: {min(sizes)}")
+        counts = list(map(len, self.addresses)), list(map(len, self.sizes))
+        if counts[0] != counts[1]:
+            found = next(pair for pair in zip(*counts, strict=True) if pair[0] != pair[1])
+            raise ValueError(
+                f"a value needs one size per address: {found[0]} addresses, {found[1]} sizes"
+            )
+        least = min(map(min, filter(None, self.sizes)), default=0)
+        if least < 0:
+            raise ValueError(f"a segment's size cannot be negative: {least}")
+
+    @classmethod
+    def of_rows(
+        cls,
+        keys: Sequence[str],
+        addresses: Iterable[int],
+        sizes: Iterable[int],
+        order: Sequence[int] | None = None,
+    ) -> Batch:
+        """Return the batch of values that are one segment each."""
+        return cls(keys, list(zip(addresses)), list(zip(sizes)), order)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -85,6 +97,10 @@ class Batch:
 
         A value larger than ``max_bytes`` travels alone.
         """
+        fits = max_keys is None or len(self) <= max_keys
+        if self.keys and fits and (max_bytes is None or self.total_bytes <= max_bytes):
+            yield self
+            return
         start = total = 0
         for i in range(len(self)):
             size = self.value_bytes(i)

@@ -78,7 +78,22 @@ class BoundaryJob:
     hashes: tuple[bytes, ...]
 
 
-SaveJob: TypeAlias = StoreJob | BoundaryJob
+@dataclass(frozen=True, slots=True)
+class GatheredJob:
+    """Write chunks of several requests, none of which has many: what a step of decodes completes.
+
+    ``chunks[g]`` and ``block_ids[g]`` have, packed, the absolute index and the block of each chunk
+    of group ``g``. ``hashes`` names them one after the other, group by group, from index 0 on.
+    """
+
+    job_id: int
+    prefix_id: int
+    hashes: BlockHashes
+    chunks: tuple[bytes, ...]
+    block_ids: tuple[bytes, ...]
+
+
+SaveJob: TypeAlias = StoreJob | BoundaryJob | GatheredJob
 """What a rank copies out of the engine's blocks and writes to the store."""
 
 

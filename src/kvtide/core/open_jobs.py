@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtide.core.jobs import JobEnd, JobReport, StoreJob
 from kvtide.core.requests import RequestTracker, SaveProgress
 from kvtide.core.transfer import PlannedStore
 
 
-@dataclass(slots=True)
-class OpenJob:
-    """One of them; ``progress`` is ``None`` for a job beside the offsets, which counts no tokens.
+class JobRange(NamedTuple):
+    """The tokens that a job saves of one request, in the life of it that emitted the job.
 
-    Otherwise it belongs to the life of the request that emitted the job: a report about an earlier
-    life changes nothing but its own pins.
+    A report about an earlier life changes nothing but the job's own pins.
     """
 
-    progress: SaveProgress | None
+    progress: SaveProgress
     start_token: int
     end_token: int
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """One of them; a job beside the offsets has no ``ranges``, one that was gathered several."""
+
+    ranges: list[JobRange]
     pinned_block_ids: list[int]
     num_staged: int = 0
-    ends: Counter[JobEnd] = field(default_factory=Counter)
+    num_ended: int = 0
+    failures: set[JobEnd] = field(default_factory=set)
+    """How the job failed, on whatever rank."""
 
     @property
-    def failures(self) -> set[JobEnd]:
-        """How the job failed, on whatever rank."""
-        return {end for end in self.ends if not end.is_success}
+    def num_tokens(self) -> int:
+        """The tokens of all its ranges."""
+        return sum(end_token - start_token for _, start_token, end_token in self.ranges)
 
 
 class OpenJobs:
@@ -48,15 +55,24 @@ class OpenJobs:
     def open(self, planned: PlannedStore, progress: SaveProgress | None) -> None:
         """Follow a job from now on, and count its blocks as pinned."""
         job, pinned, _ = planned
-        start = end = 0
+        ranges: list[JobRange] = []
         if progress is not None:
             assert isinstance(job, StoreJob)
             start, end = job.start_token, job.end_token
             progress.scheduled_offset = end
             progress.num_open_jobs += 1
-        self._jobs[job.job_id] = OpenJob(progress, start, end, pinned)
+            ranges.append(JobRange(progress, start, end))
+            self.num_tokens += end - start
+        self._jobs[job.job_id] = OpenJob(ranges, pinned)
         self.num_pinned_blocks += len(pinned)
-        self.num_tokens += end - start
+
+    def gather(self, job_ids: Sequence[int], job_id: int) -> None:
+        """Follow several jobs, none of which any rank knows, as the one that stands for them."""
+        gathered = self._jobs[job_id] = OpenJob([], [])
+        for one_id in job_ids:
+            job = self._jobs.pop(one_id)
+            gathered.ranges += job.ranges
+            gathered.pinned_block_ids += job.pinned_block_ids
 
     def take(self, report: JobReport) -> tuple[list[int], list[OpenJob]]:
         """Take a report in; return the blocks to unpin, and the jobs that ended on every rank.
@@ -74,11 +90,14 @@ class OpenJobs:
         for job_id, ends in report.ended.items():
             job = self._jobs.get(job_id)
             if job is not None:
-                job.ends.update(ends)
-                if job.ends.total() >= self._num_ranks:
+                for end, num_ranks in ends.items():
+                    job.num_ended += num_ranks
+                    if not end.is_success:
+                        job.failures.add(end)
+                if job.num_ended >= self._num_ranks:
                     unpinned.extend(self._unpin(job))
                     del self._jobs[job_id]
-                    self.num_tokens -= job.end_token - job.start_token
+                    self.num_tokens -= job.num_tokens
                     ended.append(job)
         return unpinned, ended
 
@@ -93,12 +112,13 @@ class OpenJobs:
         jobs = self._jobs.values()
         pinned = sum(len(job.pinned_block_ids) for job in jobs)
         assert pinned == self.num_pinned_blocks, f"{pinned} pinned, not {self.num_pinned_blocks}"
-        tokens = sum(job.end_token - job.start_token for job in jobs)
+        tokens = sum(job.num_tokens for job in jobs)
         assert tokens == self.num_tokens, f"{tokens} tokens are open, counted {self.num_tokens}"
+        lives = [one.progress for job in jobs for one in job.ranges]
         for tracker in trackers:
             progress = tracker.progress
             if progress is None:
                 continue
-            open_jobs = sum(job.progress is progress for job in jobs)
+            open_jobs = sum(life is progress for life in lives)
             assert open_jobs == progress.num_open_jobs, f"{tracker.request_id}: {open_jobs} open"
             assert progress.saved_offset <= progress.scheduled_offset, f"{tracker}"

@@ -1,6 +1,6 @@
 """Saving: which store jobs a step emits, what they pin, and what their reports mean.
 
-Theory of operation. Four rules keep it right:
+Theory of operation. Five rules keep it right:
 
 * **Only certain tokens are saved.** After a step, ``min(computed + scheduled, hashed)`` tokens of
   a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
@@ -9,6 +9,8 @@ Theory of operation. Four rules keep it right:
 * **States are saved when the engine hands them off**, or never: their place in a block table says
   nothing. A hand-off becomes a job of its own, beside the offsets; with it go the chunks of other
   groups that no store job covers but a request resuming at that boundary needs.
+* **Small jobs are gathered.** Of a step's jobs those of a single unit, which decodes make, go to
+  the workers as one.
 * **A job's blocks are pinned until every rank has staged them**, within a budget. A job is cut to
   the budget, never refused for its size; what is left follows on any later step.
 * **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
@@ -27,10 +29,17 @@ from typing import NamedTuple
 
 from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobEnd, JobReport
+from kvtide.core.jobs import JobEnd, JobReport, SaveJob, StoreJob
 from kvtide.core.open_jobs import OpenJob, OpenJobs
 from kvtide.core.requests import RequestTracker, SaveProgress
-from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_boundary, plan_store
+from kvtide.core.transfer import (
+    HandOff,
+    PlannedStore,
+    RequestView,
+    gather_stores,
+    plan_boundary,
+    plan_store,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +219,29 @@ class Saving:
             return
         if self._coordinator.owes_proof(end, kept):
             progress.owed_proofs[end] = end
+
+    def gathered(self, planned: Iterable[PlannedStore]) -> Iterator[SaveJob]:
+        """Yield a step's jobs, those of a single unit joined where they have one key prefix."""
+        unit = self._coordinator.lcm_block_size
+        small: dict[int, list[StoreJob]] = {}
+        for job, _, _ in planned:
+            if isinstance(job, StoreJob) and job.end_token - job.start_token == unit:
+                small.setdefault(job.prefix_id, []).append(job)
+            else:
+                yield job
+        most = max(1, self._limits.max_job_tokens // unit)
+        for jobs in small.values():
+            for first in range(0, len(jobs), most):
+                yield self._gather(jobs[first : first + most])
+
+    def _gather(self, jobs: Sequence[StoreJob]) -> SaveJob:
+        """Return one job for all of ``jobs``; they share its fate."""
+        if len(jobs) == 1:
+            return jobs[0]
+        job = gather_stores(jobs, self._coordinator, job_id=self._take_job_id())
+        self._jobs.gather([one.job_id for one in jobs], job.job_id)
+        self._counters["store_jobs"] -= len(jobs) - 1
+        return job
 
     def _kept_boundaries(self, tracker: RequestTracker, view: RequestView) -> tuple[int, ...]:
         """Return the boundaries of a request that are kept beside the regular ones."""
@@ -391,16 +423,16 @@ class Saving:
             self._counters["pool_back_offs"] += 1
         elif not failures:
             self._pool_back_off.succeed()
-        progress = job.progress
-        if progress is None:
+        if not job.ranges:
             self._counters["lost_boundaries"] += bool(failures)
-            return
-        progress.num_open_jobs -= 1
-        if failures:
-            progress.record_failed(now_s)
+        elif failures:
             self._due_tokens.clear()  # rare, and the job does not know whose it was
-        else:
-            progress.record_saved(job.start_token, job.end_token)
+        for progress, start_token, end_token in job.ranges:
+            progress.num_open_jobs -= 1
+            if failures:
+                progress.record_failed(now_s)
+            else:
+                progress.record_saved(start_token, end_token)
 
     def check_integrity(self, trackers: Iterable[RequestTracker]) -> None:
         """Recount everything from scratch; raises ``AssertionError`` on a bug of ours."""

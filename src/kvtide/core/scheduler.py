@@ -251,12 +251,12 @@ class PoolScheduler:
         for view in events.preempted:
             self._preempt(view, now_s)
         stores, self._pending_saves = self._pending_saves, []
-        pins: list[int] = []
+        planned: list[PlannedStore] = []
         for scheduled in events.scheduled:
             hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
-            for planned in self._save(scheduled, hand_offs, now_s):
-                stores.append(planned.job)
-                pins.extend(planned.pinned_block_ids)
+            planned.extend(self._save(scheduled, hand_offs, now_s))
+        pins = [block_id for one in planned for block_id in one.pinned_block_ids]
+        stores.extend(self._saving.gathered(planned))
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}

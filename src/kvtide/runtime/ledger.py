@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
@@ -51,10 +51,18 @@ class StoreTask:
     sizes: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all its values."""
-        return sum(self.sizes)
+    num_bytes: int = 0
+    """The bytes of all its values."""
+
+    def add(
+        self, keys: Sequence[str], addresses: Sequence[int], size: int, order: Sequence[int]
+    ) -> None:
+        """Take note of staged values, all of ``size`` bytes."""
+        self.keys += keys
+        self.addresses += addresses
+        self.sizes += [size] * len(keys)
+        self.order += order
+        self.num_bytes += size * len(keys)
 
 
 @dataclass(eq=False, slots=True)

@@ -23,6 +23,7 @@ class PrefixDatabases:
         keys: KeyStyle = PoolKey,
     ) -> None:
         self.block_sizes = tuple(group_block_sizes)
+        self.hashes_per_chunk = tuple(size // hash_block_size for size in self.block_sizes)
         self._hash_block_size = hash_block_size
         self.parts = parts if parts is not None else ((WHOLE,),) * len(self.block_sizes)
         self._keys = keys

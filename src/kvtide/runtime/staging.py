@@ -7,17 +7,15 @@ done, whatever becomes of the put.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.jobs import NULL_BLOCK_ID, BoundaryJob, JobEnd, SaveJob, StoreJob
+from kvtide.core.jobs import JobEnd
 from kvtide.runtime.context import RankContext
 from kvtide.runtime.ledger import Phase, StoreTask
 from kvtide.runtime.memory import Fence
 from kvtide.runtime.prefixes import interleaved
+from kvtide.runtime.selection import Selection, select
 from kvtide.runtime.service import Service
 from kvtide.runtime.slab import Rows, Slab
 
@@ -42,19 +40,6 @@ class FencedTasks:
 
     fence: Fence
     tasks: tuple[StoreTask, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """The chunks of one group to stage: absolute indexes and, beside them, their blocks.
-
-    ``hashes`` names them where their own last hash does not.
-    """
-
-    group_id: int
-    chunks: list[int]
-    block_ids: list[int]
-    hashes: list[bytes] = field(default_factory=list)
 
 
 class Staging(Service[FencedTasks, FencedTasks]):
@@ -102,7 +87,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
             if not self._may_begin(task):
                 end = JobEnd.REFUSED
                 return
-            selections = self._select(task.job)
+            selections = select(task.job, self._role, self._databases.hashes_per_chunk)
             if not self._reserve_and_claim(task, selections, wait_s):
                 end = JobEnd.REFUSED
                 return
@@ -130,7 +115,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
         return self._ledger.advance(task, Phase.QUEUED) and self._put_queue.offer(task)
 
     def _reserve_and_claim(
-        self, task: StoreTask, selections: Sequence[_Selection], wait_s: float
+        self, task: StoreTask, selections: Sequence[Selection], wait_s: float
     ) -> bool:
         """Reserve the job's rows, in the order of ``selections``; False if there is no room."""
         wanted = [
@@ -148,41 +133,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
         task.rows = rows
         return True
 
-    def _select(self, job: SaveJob) -> list[_Selection]:
-        """Return what this rank stores of a job: null and other ranks' chunks left out."""
-        return self._select_puts(job) if isinstance(job, BoundaryJob) else self._select_range(job)
-
-    def _select_range(self, job: StoreJob) -> list[_Selection]:
-        selections: list[_Selection] = []
-        for group_id, (first, packed) in enumerate(
-            zip(job.first_chunks, job.block_ids, strict=True)
-        ):
-            if not self._role.parts[group_id]:
-                continue
-            block_ids = np.frombuffer(packed, dtype=np.int32)
-            chunks = np.arange(first, first + len(block_ids))
-            share = self._role.shares[group_id]
-            keep = chunks % share.put_step == share.put_step_rank
-            keep &= block_ids != NULL_BLOCK_ID
-            if keep.any():
-                kept = chunks[keep].tolist()
-                selections.append(_Selection(group_id, kept, block_ids[keep].tolist()))
-        return selections
-
-    def _select_puts(self, job: BoundaryJob) -> list[_Selection]:
-        by_group: dict[int, _Selection] = {}
-        for put, chunk_hash in zip(job.puts, job.hashes, strict=True):
-            share = self._role.shares[put.group_id]
-            is_mine = put.chunk_id % share.put_step == share.put_step_rank
-            if not is_mine or not self._role.parts[put.group_id]:
-                continue
-            selection = by_group.setdefault(put.group_id, _Selection(put.group_id, [], []))
-            selection.chunks.append(put.chunk_id)
-            selection.block_ids.append(put.block_id)
-            selection.hashes.append(chunk_hash)
-        return list(by_group.values())
-
-    def _copy(self, task: StoreTask, selections: Sequence[_Selection]) -> None:
+    def _copy(self, task: StoreTask, selections: Sequence[Selection]) -> None:
         databases = self._databases[task.job.prefix_id]
         runs = iter(task.rows)
         for selection in selections:
@@ -192,25 +143,24 @@ class Staging(Service[FencedTasks, FencedTasks]):
                 part = slice(done, done + run.num_rows)
                 parts = databases[selection.group_id]
                 for rows, piece in _bursts(run, part, KEYS_PER_BURST // len(parts)):
+                    names = selection.names[piece]
                     keys = interleaved(
-                        [_keys(database, task.job, selection, piece) for database in parts]
+                        [database.keys_at(selection.hashes, names) for database in parts]
                     )
                     self._copy_rows(task, selection, rows.divided(len(parts)), piece, keys)
                 done += run.num_rows
 
     def _copy_rows(
-        self, task: StoreTask, selection: _Selection, rows: Rows, piece: slice, keys: list[str]
+        self, task: StoreTask, selection: Selection, rows: Rows, piece: slice, keys: list[str]
     ) -> None:
         view = self._slab.view(rows)
         self._memory.read(selection.group_id, selection.block_ids[piece], view)
         payload_bytes = self._memory.layout.groups[selection.group_id].payload_bytes
-        for row, key in zip(view, keys, strict=True):
-            self._values.seal(row, key, payload_bytes)
-        task.keys += keys
-        task.addresses += self._slab.addresses(rows)
-        task.sizes += [self._values.value_bytes(payload_bytes)] * len(keys)
-        parts = self._role.parts[selection.group_id]
-        task.order += [chunk for chunk in selection.chunks[piece] for _ in parts]
+        self._values.seal_rows(view, keys, payload_bytes)
+        num_parts = len(self._role.parts[selection.group_id])
+        chunks = selection.chunks[piece]
+        order = chunks if num_parts == 1 else [chunk for chunk in chunks for _ in range(num_parts)]
+        task.add(keys, self._slab.addresses(rows), self._values.value_bytes(payload_bytes), order)
 
 
 def _bursts(run: Rows, part: slice, max_rows: int) -> list[tuple[Rows, slice]]:
@@ -223,17 +173,3 @@ def _bursts(run: Rows, part: slice, max_rows: int) -> list[tuple[Rows, slice]]:
         start = part.start + first
         bursts.append((rows, slice(start, start + count)))
     return bursts
-
-
-def _keys(
-    database: ChunkedTokenDatabase, job: SaveJob, selection: _Selection, piece: slice
-) -> list[str]:
-    """Return the keys of a piece of a selection, all at once where its chunks have no gaps."""
-    if isinstance(job, BoundaryJob):
-        return [database.key_for(chunk_hash) for chunk_hash in selection.hashes[piece]]
-    chunks = selection.chunks[piece]
-    first, last = chunks[0], chunks[-1]
-    if last - first + 1 == len(chunks):
-        return database.keys(job.hashes, range(first, last + 1))
-    ratio = database.hashes_per_chunk
-    return database.keys_at(job.hashes, [(chunk + 1) * ratio - 1 for chunk in chunks])

@@ -6,8 +6,9 @@ and what a hung call still uses, its staging rows, is freed only when it returns
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvtide.core.batch import Batch
 from kvtide.core.jobs import JobEnd
@@ -19,6 +20,7 @@ from kvtide.runtime.service import Service
 from kvtide.runtime.slab import Slab
 from kvtide.stores.base import Status, Store
 
+_NO_KEYS: frozenset[str] = frozenset()
 _SEVERITY = (JobEnd.LOST, JobEnd.NO_SPACE, JobEnd.FAILED)
 _END_OF_PUT = {Status.OK: JobEnd.STORED, Status.NO_SPACE: JobEnd.NO_SPACE}
 
@@ -88,7 +90,7 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
             self.faults.exception("saving to the store failed")
         finally:
             self._ledger.end_sending(
-                {task: _worst(outcomes.get(key, otherwise) for key in task.keys) for task in live}
+                {task: _worst([outcomes.get(key, otherwise) for key in task.keys]) for task in live}
             )
             for task in live:
                 self._slab.release(task.rows)
@@ -97,6 +99,9 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
         """Put what is missing of ``batch``; ``outcomes`` gets an entry per key as it is known."""
         bad = self._bad_keys.among(batch.keys)
         present = self._present(batch.keys, bad)
+        if not present:
+            self._put(batch, outcomes, bad)
+            return
         stale = [key for key in batch.keys if key in bad and key in present]
         removed = remove_keys(self._store, stale) if stale else frozenset()
         missing: list[int] = []
@@ -117,18 +122,21 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
             return bad
         answers = self._store.exists(keys)
         _check_answers(answers, keys)
+        if not any(answers):
+            return _NO_KEYS
         return {key for key, is_present in zip(keys, answers, strict=True) if is_present}
 
     def _put(self, batch: Batch, outcomes: dict[str, JobEnd], bad: frozenset[str]) -> None:
         statuses = self._store.put(batch)
         _check_answers(statuses, batch.keys)
-        saved = [index for index, status in enumerate(statuses) if status is Status.OK]
-        for key, status in zip(batch.keys, statuses, strict=True):
-            outcomes[key] = _END_OF_PUT.get(status, JobEnd.FAILED)
-        self._ledger.count(
-            {"saved_chunks": len(saved), "saved_bytes": sum(map(batch.value_bytes, saved))}
-        )
-        mended = self._bad_keys.discard(bad.intersection(batch.keys[index] for index in saved))
+        saved = batch
+        if statuses.count(Status.OK) < len(batch):
+            saved = batch.select([i for i, status in enumerate(statuses) if status is Status.OK])
+            for key, status in zip(batch.keys, statuses, strict=True):
+                outcomes[key] = _END_OF_PUT.get(status, JobEnd.FAILED)
+        outcomes.update(dict.fromkeys(saved.keys, JobEnd.STORED))
+        self._ledger.count({"saved_chunks": len(saved), "saved_bytes": saved.total_bytes})
+        mended = self._bad_keys.discard(bad.intersection(saved.keys)) if bad else None
         if mended:
             self._ledger.report_keys(mended=mended)
 
@@ -329,19 +337,23 @@ def _check_answers(answers: Sequence[object], asked: Sequence[object]) -> None:
 
 def _unique(tasks: Sequence[StoreTask]) -> Batch:
     """Return the values of all tasks as one batch, each key once: requests may share a prefix."""
-    seen: dict[str, tuple[int, int, int]] = {}
-    for task in tasks:
-        for key, *value in zip(task.keys, task.addresses, task.sizes, task.order, strict=True):
-            seen.setdefault(key, (value[0], value[1], value[2]))
-    return Batch(
-        list(seen),
-        [(address,) for address, _, _ in seen.values()],
-        [(size,) for _, size, _ in seen.values()],
-        [order for _, _, order in seen.values()],
+    chain = itertools.chain.from_iterable
+    batch = Batch.of_rows(
+        list(chain(task.keys for task in tasks)),
+        chain(task.addresses for task in tasks),
+        chain(task.sizes for task in tasks),
+        list(chain(task.order for task in tasks)),
     )
+    if len(set(batch.keys)) == len(batch):
+        return batch
+    firsts: dict[str, int] = {}
+    for index, key in enumerate(batch.keys):
+        firsts.setdefault(key, index)
+    return batch.select(list(firsts.values()))
 
 
-def _worst(ends: Iterable[JobEnd]) -> JobEnd:
+def _worst(ends: Sequence[JobEnd]) -> JobEnd:
     """Return how a job ended whose values ended as ``ends``."""
-    seen = set(ends)
-    return next((end for end in _SEVERITY if end in seen), JobEnd.STORED)
+    if ends.count(JobEnd.STORED) == len(ends):  # nearly always, and enums hash slowly
+        return JobEnd.STORED
+    return next((end for end in _SEVERITY if end in ends), JobEnd.STORED)

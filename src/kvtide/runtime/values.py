@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtide.runtime.slab import page_padded
@@ -18,6 +19,12 @@ class ValueFormat(ABC):
     @abstractmethod
     def seal(self, row: ByteArray, key: str, payload_bytes: int) -> None:
         """Make a value for ``key`` of ``row[:payload_bytes]``: write what goes behind it."""
+
+    def seal_rows(self, rows: ByteArray, keys: Sequence[str], payload_bytes: int) -> None:
+        """Make the values for ``keys`` of ``rows``, of shape ``(len(keys), row_bytes)``."""
+        if self.overhead_bytes:
+            for row, key in zip(rows, keys, strict=True):
+                self.seal(row, key, payload_bytes)
 
     @abstractmethod
     def is_whole(self, value: ByteArray, key: str, payload_bytes: int) -> bool:
