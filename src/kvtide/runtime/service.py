@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kvtide.runtime.logs import FaultLog
@@ -25,7 +26,9 @@ class Service(ABC, Generic[_Item, _Work]):
         self.name = name
         self.faults = FaultLog(logging.getLogger("kvtide.runtime"))
         self._threaded = threaded
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        # One signal for each item; a condition would cost a wake-up several times as much.
+        self._signals: SimpleQueue[None] = SimpleQueue()
         self._queue: deque[_Item] = deque()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -40,12 +43,13 @@ class Service(ABC, Generic[_Item, _Work]):
 
     def submit(self, item: _Item) -> bool:
         """Queue an item; False if the service is closed or its thread cannot be started."""
-        with self._ready:
+        with self._lock:
             if self._is_closed or not self._start():
                 return False
             self._queue.append(item)
-            self._ready.notify_all()
-            return True
+        if self._threaded:
+            self._signals.put(None)
+        return True
 
     def _start(self) -> bool:
         if self._thread is not None or not self._threaded:
@@ -63,20 +67,21 @@ class Service(ABC, Generic[_Item, _Work]):
         """Do what is queued now in the caller's thread, and return how many pieces it was."""
         num_served = 0
         while True:
-            with self._ready:
-                work = self._pop() if self._queue else None
+            work = self._take()
             if work is None:
                 return num_served
             self._guarded(work)
             num_served += 1
 
+    def _take(self) -> _Work | None:
+        with self._lock:
+            return self._pop() if self._queue else None
+
     def _run(self) -> None:
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._queue or self._is_closed)
-                if not self._queue:
-                    return
-                work = self._pop()
+        while not (self._is_closed and not self._queue):
+            self._signals.get()
+            # More or less than one piece of work may be there: a piece may be several items.
+            work = self._take()
             if work is not None:
                 self._guarded(work)
             del work  # an idle thread must not keep the last job's memory alive
@@ -90,13 +95,13 @@ class Service(ABC, Generic[_Item, _Work]):
 
     def close(self) -> None:
         """Take no more work; the thread ends once its queue is empty."""
-        with self._ready:
+        with self._lock:
             self._is_closed = True
-            self._ready.notify_all()
+        self._signals.put(None)
 
     def clear(self) -> list[_Item]:
         """Empty the queue and return what was in it."""
-        with self._ready:
+        with self._lock:
             items = list(self._queue)
             self._queue.clear()
             return items

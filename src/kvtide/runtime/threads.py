@@ -51,7 +51,7 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
 
     def drop_ended(self) -> None:
         """Forget queued jobs that a deadline ended, so that they take no one's place."""
-        with self._ready:
+        with self._lock:
             self._queue = deque(task for task in self._queue if task.phase is not Phase.ENDED)
 
     def _pop(self) -> list[StoreTask]:
@@ -171,7 +171,7 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
 
     def drop_ended(self) -> None:
         """Forget queued loads that a deadline ended."""
-        with self._ready:
+        with self._lock:
             self._queue = deque(task for task in self._queue if task.phase is not Phase.ENDED)
 
     def _pop(self) -> LoadTask:
