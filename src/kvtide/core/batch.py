@@ -7,8 +7,9 @@ One object instead of parallel lists that have to be filtered in step: ``select`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import eq
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +41,16 @@ class Batch:
                 f"a batch's order needs one entry per key: {len(self.keys)} keys, "
                 f"{len(self.order)} entries"
             )
-        counts = list(map(len, self.addresses)), list(map(len, self.sizes))
-        if counts[0] != counts[1]:
-            found = next(pair for pair in zip(*counts, strict=True) if pair[0] != pair[1])
+        # Without a loop in Python: it would cost as much as the rest of a put.
+        if not all(map(eq, map(len, self.addresses), map(len, self.sizes))):
+            counts = zip(map(len, self.addresses), map(len, self.sizes), strict=True)
+            found = next(pair for pair in counts if pair[0] != pair[1])
             raise ValueError(
                 f"a value needs one size per address: {found[0]} addresses, {found[1]} sizes"
             )
-        least = min(map(min, filter(None, self.sizes)), default=0)
+        least = min(itertools.chain.from_iterable(self.sizes), default=0)
         if least < 0:
             raise ValueError(f"a segment's size cannot be negative: {least}")
-
-    @classmethod
-    def of_rows(
-        cls,
-        keys: Sequence[str],
-        addresses: Iterable[int],
-        sizes: Iterable[int],
-        order: Sequence[int] | None = None,
-    ) -> Batch:
-        """Return the batch of values that are one segment each."""
-        return cls(keys, list(zip(addresses)), list(zip(sizes)), order)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -71,7 +62,7 @@ class Batch:
     @property
     def total_bytes(self) -> int:
         """The bytes of all values together."""
-        return sum(map(sum, self.sizes))
+        return sum(itertools.chain.from_iterable(self.sizes))
 
     def select(self, indices: Sequence[int]) -> Batch:
         """Return the batch of the keys at ``indices``, in that order."""

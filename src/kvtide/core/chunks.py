@@ -123,5 +123,5 @@ class ChunkedTokenDatabase:
 
     def keys_at(self, block_hashes: HexSource, hash_indexes: Sequence[int]) -> list[str]:
         """Return the keys of the chunks that the hashes at ``hash_indexes`` name."""
-        prefix = self.prefix
-        return [PoolKey.build_key_string(prefix, text) for text in block_hashes.hexes(hash_indexes)]
+        head = PoolKey.build_key_string(self.prefix, "")
+        return [head + text for text in block_hashes.hexes(hash_indexes)]

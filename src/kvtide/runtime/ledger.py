@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
 
+from kvtide.core.batch import Batch
 from kvtide.core.jobs import JobEnd, JobReport, LoadJob, SaveJob
 from kvtide.runtime.memory import Fence
 from kvtide.runtime.slab import Rows
@@ -38,8 +39,8 @@ class Phase(Enum):
 class StoreTask:
     """One store job on this rank; ``rows`` are the staging rows that hold its values.
 
-    ``keys[i]`` names the value of ``sizes[i]`` bytes at ``addresses[i]``, tag included; ``order``
-    has the absolute chunk indexes.
+    ``keys[i]`` names the value at ``addresses[i]`` of ``sizes[i]`` bytes, tag included, which is
+    one segment; ``order`` has the absolute chunk indexes.
     """
 
     job: SaveJob
@@ -47,10 +48,9 @@ class StoreTask:
     phase: Phase = Phase.WAITING
     rows: list[Rows] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    addresses: list[tuple[int]] = field(default_factory=list)
+    sizes: list[tuple[int]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
-
     num_bytes: int = 0
     """The bytes of all its values."""
 
@@ -59,10 +59,14 @@ class StoreTask:
     ) -> None:
         """Take note of staged values, all of ``size`` bytes."""
         self.keys += keys
-        self.addresses += addresses
-        self.sizes += [size] * len(keys)
+        self.addresses += zip(addresses, strict=True)
+        self.sizes += [(size,)] * len(keys)
         self.order += order
         self.num_bytes += size * len(keys)
+
+    def batch(self) -> Batch:
+        """Return the staged values."""
+        return Batch(self.keys, self.addresses, self.sizes, self.order)
 
 
 @dataclass(eq=False, slots=True)

@@ -6,9 +6,8 @@ and what a hung call still uses, its staging rows, is freed only when it returns
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kvtide.core.batch import Batch
 from kvtide.core.jobs import JobEnd
@@ -90,7 +89,7 @@ class KVCacheStoreSendingThread(Service[StoreTask, list[StoreTask]]):
             self.faults.exception("saving to the store failed")
         finally:
             self._ledger.end_sending(
-                {task: _worst([outcomes.get(key, otherwise) for key in task.keys]) for task in live}
+                {task: _worst(task.keys, outcomes, otherwise) for task in live}
             )
             for task in live:
                 self._slab.release(task.rows)
@@ -337,13 +336,8 @@ def _check_answers(answers: Sequence[object], asked: Sequence[object]) -> None:
 
 def _unique(tasks: Sequence[StoreTask]) -> Batch:
     """Return the values of all tasks as one batch, each key once: requests may share a prefix."""
-    chain = itertools.chain.from_iterable
-    batch = Batch.of_rows(
-        list(chain(task.keys for task in tasks)),
-        chain(task.addresses for task in tasks),
-        chain(task.sizes for task in tasks),
-        list(chain(task.order for task in tasks)),
-    )
+    batches = [task.batch() for task in tasks]
+    batch = batches[0] if len(batches) == 1 else Batch.concat(batches)
     if len(set(batch.keys)) == len(batch):
         return batch
     firsts: dict[str, int] = {}
@@ -352,8 +346,10 @@ def _unique(tasks: Sequence[StoreTask]) -> Batch:
     return batch.select(list(firsts.values()))
 
 
-def _worst(ends: Sequence[JobEnd]) -> JobEnd:
-    """Return how a job ended whose values ended as ``ends``."""
+def _worst(keys: Sequence[str], outcomes: Mapping[str, JobEnd], otherwise: JobEnd) -> JobEnd:
+    """Return how a job with these values ended; those without an outcome ended ``otherwise``."""
+    ends = list(map(outcomes.get, keys))
     if ends.count(JobEnd.STORED) == len(ends):  # nearly always, and enums hash slowly
         return JobEnd.STORED
-    return next((end for end in _SEVERITY if end in ends), JobEnd.STORED)
+    seen = {otherwise if end is None else end for end in ends}
+    return next((end for end in _SEVERITY if end in seen), JobEnd.STORED)
