@@ -50,7 +50,7 @@ class BlockHashes(Sequence[bytes]):
         Raises:
             ValueError: the hashes are not all of one length.
         """
-        parts = list(hashes)
+        parts = hashes if isinstance(hashes, list) else list(hashes)
         lengths = set(map(len, parts)) or {1}
         if len(lengths) != 1:
             raise ValueError("block hashes of one request must have one length")
@@ -84,9 +84,8 @@ class BlockHashes(Sequence[bytes]):
         if low < self.first or high >= len(self):
             raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
         width = self._hash_bytes
-        text = self._blob[(low - self.first) * width : (high + 1 - self.first) * width].hex()
-        step = 2 * width * indices.step
-        return [text[start : start + 2 * width] for start in range(0, len(text), step)]
+        part = self._blob[(low - self.first) * width : (high + 1 - self.first) * width]
+        return part.hex("\n", width).split("\n")[:: indices.step]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickle_hashes, (self._blob, self._hash_bytes, self.first)
@@ -130,9 +129,7 @@ class HashWindow:
             raise IndexError(f"hashes {indices} are outside [{self.first}, {len(self)})")
         if not picked:
             return []
-        text = b"".join(picked).hex()
-        width = 2 * len(picked[0])
-        return [text[start : start + width] for start in range(0, len(text), width)]
+        return b"".join(picked).hex("\n", len(picked[0])).split("\n")
 
 
 def _unpickle_hashes(blob: bytes, hash_bytes: int, first: int) -> BlockHashes:

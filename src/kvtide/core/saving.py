@@ -108,6 +108,9 @@ class Saving:
         self._counters = counters
         self._take_job_id = take_job_id
         self._jobs = OpenJobs(num_ranks)
+        self._blocks_per_unit = max(1, coordinator.max_stored_per_unit)
+        # States are offered for one step only: the next boundary's find room.
+        self._max_held_blocks = limits.max_pinned_blocks - coordinator.num_state_groups
         self._pool_back_off = BackOff(limits.delays)
         self._due_tokens: dict[str, float] = {}
         """By request: below this many tokens a step has nothing to save. May lack any of them."""
@@ -195,8 +198,9 @@ class Saving:
         assert progress is not None
         assert tracker.prefix_id is not None
         kept = self._kept_boundaries(tracker, scheduled.view)
+        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
         end = None
-        while (next_end := self._next_end(tracker, progress, scheduled, now_s)) is not None:
+        while (next_end := self._next_end(progress, certain, now_s)) is not None:
             end = next_end
             planned = plan_store(
                 scheduled.view,
@@ -248,11 +252,11 @@ class Saving:
         shared = (tracker.shared_token, view.shared_token)
         return self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
 
-    def _next_end(
-        self, tracker: RequestTracker, progress: SaveProgress, scheduled: Scheduled, now_s: float
-    ) -> int | None:
-        """Return where the next job of a request ends, ``None`` if there is none for now."""
-        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
+    def _next_end(self, progress: SaveProgress, certain: int, now_s: float) -> int | None:
+        """Return where the next job of a request ends, ``None`` if there is none for now.
+
+        ``certain`` tokens, in whole units, are to be saved.
+        """
         if certain <= progress.scheduled_offset and not progress.must_rewind:
             return None
         if self._must_wait(now_s) or not progress.may_emit(now_s):
@@ -390,10 +394,8 @@ class Saving:
         """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
         coordinator, limits, jobs = self._coordinator, self._limits, self._jobs
         unit = coordinator.lcm_block_size
-        blocks_per_unit = max(1, coordinator.max_stored_per_unit)
-        # States are offered for one step only: the next boundary's find room.
-        num_free = limits.max_pinned_blocks - jobs.num_pinned_blocks - coordinator.num_state_groups
-        room = num_free // blocks_per_unit * unit
+        num_free = self._max_held_blocks - jobs.num_pinned_blocks
+        room = num_free // self._blocks_per_unit * unit
         if room <= 0 and not jobs.num_pinned_blocks:
             room = unit
         staging_room = coordinator.aligned(limits.max_open_tokens - jobs.num_tokens)

@@ -255,7 +255,9 @@ class PoolScheduler:
         for scheduled in events.scheduled:
             hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
             planned.extend(self._save(scheduled, hand_offs, now_s))
-        pins = [block_id for one in planned for block_id in one.pinned_block_ids]
+        pins: list[int] = []
+        for one in planned:
+            pins += one.pinned_block_ids
         stores.extend(self._saving.gathered(planned))
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
@@ -310,7 +312,8 @@ class PoolScheduler:
 
         Reversed, so that the engine evicts the end of a chain first.
         """
-        self.counters.update(report.counters)
+        if report.counters:
+            self.counters.update(report.counters)
         for request_id, token in report.failed_loads.items():
             self._on_load_failed(request_id, token, now_s, lost=request_id in report.lost_loads)
         return self._saving.on_report(report, now_s)

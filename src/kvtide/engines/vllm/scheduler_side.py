@@ -289,8 +289,10 @@ class SchedulerSide:
         if isinstance(metadata, KVTideWorkerMetadata):
             report = metadata.report
             # In this order: where merged reports say both of a key, distrust is the safe side.
-            self._lookups.bad_keys.discard(report.mended_keys)
-            self._lookups.bad_keys.add(report.bad_keys)
+            if report.mended_keys:
+                self._lookups.bad_keys.discard(report.mended_keys)
+            if report.bad_keys:
+                self._lookups.bad_keys.add(report.bad_keys)
             unpinned = self._scheduler.on_report(report, self._clock())
             if unpinned:
                 self._tables.unpin(unpinned)
