@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from statistics import median
@@ -71,12 +72,12 @@ class Held:
     """
 
     def __init__(self, num_tokens: int, num_blocks: int) -> None:
-        from scheduler_halves import InTreeHalf, KVTideHalf
+        from scheduler_halves import make_halves
         from vllm_engine import STEP_TOKENS, HeldEngine
 
         self.num_tokens = num_tokens
         self.engine = HeldEngine(num_tokens, num_blocks)
-        self.halves = {"kvtide": KVTideHalf(self.engine), "peer": InTreeHalf(self.engine)}
+        self.halves = make_halves(self.engine)
         self.steps = {
             kind: (self.engine.admission(computed), self.engine.step(computed, num_scheduled))
             for kind, computed, num_scheduled in (
@@ -93,6 +94,11 @@ class Held:
             request.num_computed_tokens = computed
         half.take(half.report_on(half.emit(admission)))
         assert not half.has_pins
+
+    def run_admitted(self, half: Any, request: Any, kind: str) -> None:
+        """Let a request arrive, and run it through the step."""
+        half.admit(request)
+        self.run(half, kind)
 
     def run(self, half: Any, kind: str) -> tuple[float, Any]:
         """Emit a job and release it; return the CPU seconds of that and the metadata."""
@@ -179,10 +185,10 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
 
 def metadata_of(engine: Any, first_token: int, step_tokens: int) -> dict[str, list[bytes]]:
     """Return by side the pickled metadata of steps from ``first_token`` to the requests' end."""
-    from scheduler_halves import InTreeHalf, KVTideHalf
+    from scheduler_halves import make_halves
 
     pickled: dict[str, list[bytes]] = {}
-    for side, half in {"kvtide": KVTideHalf(engine), "peer": InTreeHalf(engine)}.items():
+    for side, half in make_halves(engine).items():
         for request in engine.requests:
             request.num_computed_tokens = first_token
         half.take(half.report_on(half.emit(engine.admission(first_token))))
@@ -268,11 +274,75 @@ def worker_rows(context: int, many: Sequence[int], rounds: int) -> Iterator[Row]
                 "<= 2",
             )
             yield at_most(where, "us", median(us["kvtide"]), median(us["peer"]), 5, "<= 5 us")
+            where = f"c. worker, a key of {what} that decode"
+            yield times_less(where, "us", us["kvtide"], us["peer"], goals["decode"])
         else:
             yield times_less(where, "us", us["kvtide"], us["peer"], goals[what])
         yield times_less(f"{where}, copied and tagged", "us", us["with copy"], us["peer"])
     for worker in workers.values():
         worker.close()
+
+
+# ------------------------------------------------------------------ h: memory
+
+
+def memory_rows(context: int) -> Iterator[Row]:
+    """Measure what a live request and a job that has not ended hold, in bytes of Python objects.
+
+    Not in it: the engine's own objects, and the staging memory, which has one size for all.
+    """
+    from vllm_engine import kv_caches
+    from worker_halves import InTreeWorker, KVTideWorker
+
+    held = Held(context, context // 8 + (1 << 10))
+    caches = kv_caches(held.engine.config.num_blocks)
+    workers: dict[str, Any] = {
+        "kvtide": KVTideWorker(caches, is_held=True),
+        "peer": InTreeWorker(caches, is_held=True),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for side, half in held.halves.items():
+        for what, value in _memory_of(held, half, workers[side]).items():
+            found.setdefault(what, {})[side] = value
+    for what, each in found.items():
+        unit = "blocks" if what.startswith("blocks") else "bytes"
+        where = f"h. {what} at {name(context)}"
+        yield times_less(where, unit, [each["kvtide"]], [each["peer"]])
+
+
+def _memory_of(held: Held, half: Any, worker: Any) -> dict[str, float]:
+    """Return what one side holds for a request, and for the job of its last step."""
+    [request] = held.engine.requests
+    half.forget(request)  # it has started what it starts once
+    held.run_admitted(half, request, "prefill job")
+    half.forget(request)
+    tracemalloc.start()
+    try:
+        before = _held_bytes()
+        held.run_admitted(half, request, "prefill job")
+        live = _held_bytes()
+        held.rewind(half, "prefill job")
+        rewound = _held_bytes()
+        _, step = held.steps["prefill job"]
+        pickled = pickle.dumps(half.emit(step), pickle.HIGHEST_PROTOCOL)
+        pending = _held_bytes() - sys.getsizeof(pickled)
+        worker.take(pickle.loads(pickled))  # noqa: S301 - made right here
+        taken = _held_bytes() - sys.getsizeof(pickled)
+    finally:
+        tracemalloc.stop()
+    return {
+        "a live request in the scheduler": live - before,
+        "a job under way in the scheduler": pending - rewound,
+        "a job under way in a worker": taken - pending,
+        "blocks pinned by a job": half.num_pinned_blocks,
+    }
+
+
+def _held_bytes() -> int:
+    """Return how much traced memory is in use once lookups have ended and cycles are gone."""
+    time.sleep(0.2)
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
 
 
 # ------------------------------------------------------------------ the whole
@@ -300,6 +370,8 @@ def main() -> None:
         del cases
     if only & {"c", "d"}:
         rows += worker_rows(JUDGED, (64, 256) if "d" in only else (), options.rounds)
+    if "h" in only:
+        rows += memory_rows(JUDGED)
     print(f"written: {report(BENCH, rows)}")
     # vLLM's sending thread has no end, and its libraries complain at a regular one.
     sys.stdout.flush()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm_engine import BLOCK, LAYER_BYTES, LAYERS, HeldEngine
 
@@ -90,9 +91,25 @@ class Half(Protocol):
     def num_jobs(self, metadata: Any) -> int:
         """Return how many save jobs ``metadata`` holds."""
 
+    def forget(self, request: Any) -> None:
+        """Forget a request that ended."""
+
     @property
     def has_pins(self) -> bool:
         """Whether jobs hold blocks."""
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """How many blocks jobs hold."""
+
+
+def make_halves(engine: HeldEngine) -> dict[str, Half]:
+    """Return both halves, to which the engine's requests have arrived."""
+    halves: dict[str, Half] = {"kvtide": KVTideHalf(engine), "peer": InTreeHalf(engine)}
+    for half in halves.values():
+        for request in engine.requests:
+            half.admit(request)
+    return halves
 
 
 class KVTideHalf:
@@ -104,8 +121,6 @@ class KVTideHalf:
         self.side = SchedulerSide(config, PLAN, FORMATS["kvtide"], names, CountingStore())
         self.side.bind(engine.manager)
         self.side.agree_on_layouts([KVTideHandshake(LAYOUT)])
-        for request in engine.requests:
-            self.admit(request)
 
     def admit(self, request: Any) -> None:
         """See :class:`Half`."""
@@ -131,10 +146,21 @@ class KVTideHalf:
         """See :class:`Half`."""
         return len(metadata.plan.stores)
 
+    def forget(self, request: Any) -> None:
+        """See :class:`Half`."""
+        self.side.on_finished(request.request_id)
+
     @property
     def has_pins(self) -> bool:
         """See :class:`Half`."""
         return self.side.has_pins
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """See :class:`Half`."""
+        scheduler = self.side._scheduler  # noqa: SLF001 - what a user reads from the gauges
+        assert scheduler is not None
+        return scheduler.num_pinned_blocks
 
 
 class NoLookups:
@@ -167,8 +193,6 @@ class InTreeHalf:
         with patch.object(scheduler, "LookupKeyClient", NoLookups):
             self.side = scheduler.MooncakeStoreScheduler(vllm_config, engine.config)
         self.side.bind_gpu_block_pool(engine.manager.block_pool)
-        for request in engine.requests:
-            self.admit(request)
 
     def admit(self, request: Any) -> None:
         """See :class:`Half`."""
@@ -191,7 +215,18 @@ class InTreeHalf:
         """See :class:`Half`."""
         return sum(bool(request.can_save) for request in metadata.requests)
 
+    def forget(self, request: Any) -> None:
+        """See :class:`Half`."""
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = {request.request_id}
+        self.emit(output)
+
     @property
     def has_pins(self) -> bool:
         """See :class:`Half`."""
         return self.side.has_pending_push_work()
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """See :class:`Half`."""
+        return sum(len(blocks) for blocks, _ in self.side._pinned_saves.values())  # noqa: SLF001

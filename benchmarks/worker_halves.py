@@ -113,9 +113,14 @@ class NoCopy:
 
 
 class KVTideWorker:
-    """kvtide's; ``with_copy`` says whether it copies blocks to staging and writes tags."""
+    """kvtide's; ``with_copy`` says whether it copies blocks to staging and writes tags.
 
-    def __init__(self, caches: dict[str, torch.Tensor], *, with_copy: bool) -> None:
+    With ``is_held`` its threads never run.
+    """
+
+    def __init__(
+        self, caches: dict[str, torch.Tensor], *, with_copy: bool = True, is_held: bool = False
+    ) -> None:
         config = kv_cache_config(len(next(iter(caches.values()))))
         blocks = TensorBlocks(caches, config, [0])
         self._store = CountingStore()
@@ -125,6 +130,7 @@ class KVTideWorker:
             PrefixDatabases([BLOCK], BLOCK),
             limits=WorkerLimits(staging_bytes=_STAGING_BYTES, load_staging_bytes=1 << 20),
             values=TAGGED if with_copy else BARE,
+            threaded=not is_held,
         )
 
     @property
@@ -191,9 +197,12 @@ class CountingClient:
 
 
 class InTreeWorker:
-    """vLLM's own; its records of operations, which are for metrics, are left out."""
+    """vLLM's own; its records of operations, which are for metrics, are left out.
 
-    def __init__(self, caches: dict[str, torch.Tensor]) -> None:
+    With ``is_held`` its thread never runs.
+    """
+
+    def __init__(self, caches: dict[str, torch.Tensor], *, is_held: bool = False) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, worker
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
             MooncakeStoreCoordinator,
@@ -216,8 +225,9 @@ class InTreeWorker:
             ready,
             replicate_config=object(),
         )
-        self._thread.start()
-        assert ready.wait(10)
+        if not is_held:
+            self._thread.start()
+            assert ready.wait(10)
 
     @property
     def num_calls(self) -> int:
