@@ -50,6 +50,22 @@ def test_blocks_come_back_reversed_once_every_rank_has_staged_them() -> None:
     assert (len(jobs), jobs.num_tokens) == (0, 0)
 
 
+def test_gathered_jobs_are_followed_as_one() -> None:
+    """Their blocks come back together, and the end is every request's."""
+    jobs = OpenJobs(1)
+    lives = progress(), progress()
+    jobs.open(store(1, 0, 16, [5]), lives[0])
+    jobs.open(store(2, 32, 48, [6]), lives[1])
+    jobs.gather([1, 2], 3)
+    assert (len(jobs), jobs.num_tokens, jobs.num_pinned_blocks) == (1, 32, 2)
+    assert jobs.take(staged(1)) == jobs.take(ended(2)) == ([], [])
+    assert jobs.take(staged(3)) == ([6, 5], [])
+    _, (job,) = jobs.take(ended(3, JobEnd.LOST))
+    assert [one[1:] for one in job.ranges] == [(0, 16), (32, 48)]
+    assert [one.progress for one in job.ranges] == list(lives)
+    assert (len(jobs), jobs.num_tokens, jobs.num_pinned_blocks) == (0, 0, 0)
+
+
 def test_blocks_of_a_job_that_was_never_staged_come_back_with_its_end() -> None:
     """A refused job ends at once."""
     jobs = OpenJobs(1)

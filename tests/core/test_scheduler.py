@@ -15,6 +15,7 @@ from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.jobs import (
     BoundaryJob,
     BoundaryPut,
+    GatheredJob,
     JobEnd,
     JobReport,
     StepPlan,
@@ -190,6 +191,77 @@ def test_decode_is_saved_only_if_asked_for() -> None:
             view.tables = [[1, 2, 3, 4]]
             seen += ranges(bench.step(Scheduled(view, num_tokens - 1, 1, is_admission=False)))
         assert seen == expected
+
+
+def decoding(bench: Bench, *request_ids: str, namespace: str = "ns") -> list[Scheduled]:
+    """Requests of 32 tokens, saved up to 16, in the step that completes their second block."""
+    steps = []
+    for request_id in request_ids:
+        view = request(32, request_id)
+        bench.arrive(view, namespace)
+        bench.step(prefill(view, 16, 0, first=True))
+        steps.append(prefill(view, 31, 1, first=False))
+    return steps
+
+
+def test_requests_that_complete_a_block_in_one_step_share_a_job() -> None:
+    """It has a chunk of each; when it has ended nothing more is due."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, "a", "b", "c")
+    plan = bench.step(*steps)
+    [job] = plan.stores
+    assert isinstance(job, GatheredJob)
+    assert list(unpack_block_ids(job.chunks[0])) == [1, 1, 1]
+    assert list(unpack_block_ids(job.block_ids[0])) == [2, 2, 2]
+    assert list(job.hashes) == [fake_hashes(2)[1]] * 3
+    assert bench.scheduler.counters["store_jobs"] == bench.scheduler.num_open_jobs == 1
+    assert bench.pinned == {2: 3}
+    bench.end([job])
+    assert not bench.pinned
+    assert not bench.step(*steps).stores
+
+
+def test_a_shared_job_that_fails_is_everybodys() -> None:
+    """Each of its requests saves again from its own saved offset, after a while."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, "a", "b")
+    [job] = bench.step(*steps).stores
+    bench.end([job], JobEnd.FAILED)
+    assert not bench.step(*steps).stores
+    bench.now_s += 1.0
+    [again] = bench.step(*steps).stores
+    assert list(again.hashes) == list(job.hashes)
+    bench.end([again])
+    assert not bench.step(*steps).stores
+
+
+def test_a_request_that_ended_meanwhile_takes_no_part_in_a_shared_failure() -> None:
+    """Its blocks come back, and the other one tries again."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, "a", "b")
+    [job] = bench.step(*steps).stores
+    bench.scheduler.on_finished("a")
+    assert bench.end([job], JobEnd.FAILED) == [2, 2]
+    bench.now_s += 1.0
+    [again] = bench.step(*steps).stores
+    assert isinstance(again, StoreJob)
+
+
+def test_jobs_under_different_names_are_not_shared() -> None:
+    """A job has one key prefix."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, "a", "b") + decoding(bench, "c", namespace="adapter")
+    shared, alone = bench.step(*steps).stores
+    assert isinstance(shared, GatheredJob)
+    assert isinstance(alone, StoreJob)
+    assert shared.prefix_id != alone.prefix_id
+
+
+def test_a_shared_job_is_cut_to_what_staging_takes_of_one() -> None:
+    """Five blocks, at most two in a job."""
+    bench = Bench(decode=True, max_job_tokens=2 * BLOCK)
+    jobs = bench.step(*decoding(bench, "a", "b", "c", "d", "e")).stores
+    assert [len(list(job.hashes)) for job in jobs] == [2, 2, 1]
 
 
 def test_a_resumed_request_saves_what_it_generated_before_as_prefill() -> None:

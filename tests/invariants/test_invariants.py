@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,91 @@ def test_a_step_touches_only_its_own_hashes_and_block_table_entries(
         read_hashes += hashes
         read_blocks += blocks
     assert read_hashes == read_blocks == list(range(128, (TOKENS + 39) // 16))
+
+
+NUM_CROWD = 64
+
+
+@pytest.fixture(scope="module")
+def crowd() -> tuple[ScriptedEngine, list[Counter[str]]]:
+    """An engine that computed 64 prompts and decoded 40 tokens of each, and each step's calls."""
+    setup = replace(LARGE, max_running=NUM_CROWD, max_tokens_per_step=NUM_CROWD * 100)
+    engine = ScriptedEngine(MemoryStore(), setup)
+    for number in range(NUM_CROWD):
+        engine.add(f"r{number}", [number, *PROMPT[1:]], max_tokens=40)
+    store = engine.ranks.ranks[0].store
+    calls = []
+    while engine.has_work:
+        before = store.num_calls.copy()
+        engine.step()
+        calls.append(store.num_calls - before)
+    settle(engine)
+    check_idle(engine)
+    return engine, calls
+
+
+def test_a_crowd_that_decodes_costs_two_calls_of_the_store_a_step(
+    crowd: tuple[ScriptedEngine, list[Counter[str]]],
+) -> None:
+    """I1: all that complete a block share a check and a put, which ask for each key once."""
+    engine, calls = crowd
+    decodes = [r for r in engine.records if r.num_stores and set(r.num_tokens.values()) == {1}]
+    assert [record.num_stores for record in decodes] == [1, 1]
+    assert [made for made in calls if made] == [{"exists": 1, "put": 1}] * 3  # one of the prefill
+    for method in ("exists", "put"):
+        times = engine.ranks.ranks[0].store.times_asked[method]
+        assert len(times) == NUM_CROWD * (139 // 16)
+        assert set(times.values()) == {1}
+
+
+def test_metadata_of_a_crowd_grows_with_the_blocks_that_it_completes(
+    crowd: tuple[ScriptedEngine, list[Counter[str]]],
+) -> None:
+    """I2: beside what a step costs in any case, a hash, a chunk and a block for each."""
+    engine, _ = crowd
+    decodes = [r for r in engine.records if set(r.num_tokens.values()) == {1}]
+    with_job = {r.metadata_bytes for r in decodes if r.num_stores}
+    without = {r.metadata_bytes for r in decodes if not r.num_stores}
+    assert max(without) < 150
+    assert max(with_job) - max(without) < 400 + NUM_CROWD * (32 + 4 + 4)
+
+
+def test_a_crowd_reads_only_what_it_completes(
+    crowd: tuple[ScriptedEngine, list[Counter[str]]],
+) -> None:
+    """I3: over its life each request's hashes and blocks are read once, in order."""
+    engine, _ = crowd
+    for number in range(NUM_CROWD):
+        request_id = f"r{number}"
+        hashes = [
+            index
+            for record in engine.records[1:]
+            for part in record.hash_reads.get(request_id, ())
+            for index in part
+        ]
+        blocks = [
+            index
+            for record in engine.records[1:]
+            for _, first, end in record.block_reads.get(request_id, ())
+            for index in range(first, end)
+        ]
+        assert hashes == blocks == [6, 7]
+
+
+@pytest.mark.parametrize("method", ["exists", "put"])
+def test_what_was_loaded_is_not_asked_about_again_on_the_save_path(method: str) -> None:
+    """I1: a request that resumes behind a load saves what it computes, and no chunk before it."""
+    engine = ScriptedEngine(MemoryStore(), EngineSetup())
+    run_one(engine, PROMPT)
+    engine.pool.drop_cached()
+    store = engine.ranks.ranks[0].store
+    store.reset()
+    request = engine.add("again", [*PROMPT, *range(100, 140)], max_tokens=1)
+    engine.run()
+    settle(engine)
+    assert request.num_loaded_tokens == 100
+    assert len(store.times_asked[method]) == 10
+    assert set(store.times_asked[method].values()) == {1}
 
 
 def test_no_store_call_is_made_on_the_engines_thread() -> None:
