@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from measuring import Row, alternate, report
 
@@ -78,64 +78,17 @@ class StandIn:
 
 
 class VllmEngine:
-    """vLLM's own request, cache manager and block pool, with as many blocks taken in every case.
-
-    Beside the request of ``num_tokens`` another one takes what is left of the longest; half the
-    rest of the pool is free blocks that still hold cached prefixes, half is free and empty.
-    """
+    """vLLM's own request, cache manager and block pool, with as many blocks taken in every case."""
 
     def __init__(self, num_tokens: int) -> None:
-        import torch
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_manager import KVCacheManager
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-        )
+        from vllm_engine import HeldEngine
 
         from kvtide.engines.vllm.view import EngineTables, VllmRequestView
 
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
-        )
-        config = KVCacheConfig(
-            num_blocks=POOL_BLOCKS,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)],
-        )
-        self._manager = KVCacheManager(
-            config, max_model_len=LONGEST, scheduler_block_size=BLOCK, hash_block_size=BLOCK
-        )
-        gone = self._admit("gone", (POOL_BLOCKS - LONGEST // BLOCK) // 2 * BLOCK)
-        self._manager.free(gone)
-        if num_tokens < LONGEST:
-            self._admit("other", LONGEST - num_tokens)
-        request = self._admit(f"r{num_tokens}", num_tokens)
-        tables = EngineTables(self._manager, (0,), COORDINATOR)
-        self.view = VllmRequestView(request, tables)
+        held = HeldEngine(num_tokens, POOL_BLOCKS)
+        tables = EngineTables(held.manager, (0,), COORDINATOR)
+        self.view = VllmRequestView(held.requests[0], tables)
         self.pin, self.unpin = tables.pin, tables.unpin
-
-    def _admit(self, request_id: str, num_tokens: int) -> Any:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        generator = random.Random(request_id)  # noqa: S311 - no secrets
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=[generator.randrange(32_000) for _ in range(num_tokens)],
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
-        for start in range(0, num_tokens, STEP):
-            chunk = min(STEP, num_tokens - start)
-            assert self._manager.allocate_slots(request, chunk) is not None
-            request.num_computed_tokens += chunk
-        return request
 
 
 class Case:
