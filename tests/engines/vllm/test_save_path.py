@@ -41,7 +41,7 @@ def test_a_job_costs_the_same_bytes_at_any_context_and_the_peers_grow(bench: Any
 
 def test_requests_that_decode_share_two_calls_and_the_peer_makes_two_for_each(bench: Any) -> None:
     """Every key is put by every worker: the rows are of complete work."""
-    rows = {row.case: row for row in bench.worker_rows(4 << 10, (4,), 1)}
+    rows = {row.case: row for row in bench.worker_rows(8 << 10, (4,), 1)}
     calls = rows["d. 4 requests complete a block: calls"]
     assert (calls.kvtide, calls.peer, calls.met) == (2, 8, True)
     assert all(row.kvtide > 0 and row.peer > 0 for row in rows.values())
