@@ -57,6 +57,7 @@ bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/be
 	  echo "==> $$script"; $(VENV)/bin/python "$$script" || exit 1; \
 	done
 	@$(VENV)/bin/python benchmarks/measuring.py
+	@$(VENV)/bin/python benchmarks/plot_costs.py
 
 docs: $(DOCS)/.done ## build the documentation into site/ (20 s)
 	@echo "==> mkdocs: site/ (about 10 s)"

@@ -404,7 +404,8 @@ class Saving:
 
     def _open(self, planned: PlannedStore, progress: SaveProgress | None) -> None:
         self._jobs.open(planned, progress)
-        self._counters["skipped_null_chunks"] += planned.num_null
+        if planned.num_null:
+            self._counters["skipped_null_chunks"] += planned.num_null
 
     # ------------------------------------------------------------------ reports
 
