@@ -106,6 +106,24 @@ def test_the_ratio_is_the_median_over_rounds_that_both_sides_shared(load: Any) -
     assert measuring.compared("b", "c", "", [9.9], [1], at_least=10).met is False
 
 
+def test_costs_at_three_contexts_become_a_line_and_all_rows_a_table(load: Any) -> None:
+    """The line is in the order of contexts; what has no peer, or too few points, is not plotted."""
+    plot_costs = load("plot_costs")
+    common = {"unit": "us", "ratio": None, "spread": [1, 2], "goal": "<= 9", "met": True}
+    rows = [
+        {"case": "job at 8k", "kvtide": 2, "peer": 8.0, **common},
+        {"case": "job at 2k", "kvtide": 1, "peer": 2000.0, **common},
+        {"case": "job at 128k", "kvtide": 3, "peer": 128.0, **common},
+        {"case": "other at 2k", "kvtide": 1, "peer": 1.0, **common},
+        {"case": "alone at 2k", "kvtide": 1, "peer": None, **common},
+    ]
+    points = [(2 << 10, 1, 2000.0), (8 << 10, 2, 8.0), (128 << 10, 3, 128.0)]
+    assert plot_costs.series(rows) == {"us": {"job": points}}
+    lines = plot_costs.table(rows).splitlines()
+    assert lines[3] == "| job at 2k | us | 1.0 | 2,000 |  | 1.0 to 2.0 | <= 9 | yes |"
+    assert len(lines) == 2 + len(rows)
+
+
 def test_a_bench_that_cannot_run_says_why(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,7 +109,8 @@ NUM_CROWD = 64
 def crowd() -> tuple[ScriptedEngine, list[Counter[str]]]:
     """An engine that computed 64 prompts and decoded 40 tokens of each, and each step's calls."""
     setup = replace(LARGE, max_running=NUM_CROWD, max_tokens_per_step=NUM_CROWD * 100)
-    engine = ScriptedEngine(MemoryStore(), setup)
+    memory = MemoryStore()
+    engine = ScriptedEngine(memory, setup)
     for number in range(NUM_CROWD):
         engine.add(f"r{number}", [number, *PROMPT[1:]], max_tokens=40)
     store = engine.ranks.ranks[0].store
@@ -120,6 +121,7 @@ def crowd() -> tuple[ScriptedEngine, list[Counter[str]]]:
         calls.append(store.num_calls - before)
     settle(engine)
     check_idle(engine)
+    assert check_store(engine, memory) == NUM_CROWD * (139 // 16)
     return engine, calls
 
 
