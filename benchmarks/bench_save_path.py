@@ -180,6 +180,32 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                 )
 
 
+def crowd_rows(num_requests: int, rounds: int) -> Iterator[Row]:
+    """Time the scheduler's thread where many requests complete a block in the same step."""
+    from scheduler_halves import make_halves
+    from vllm_engine import HeldEngine
+
+    num_tokens = 512
+    engine = HeldEngine(num_tokens, num_requests * num_tokens // 8 + (1 << 10), num_requests)
+    admission, step = engine.admission(num_tokens - 1), engine.step(num_tokens - 1, 1)
+    halves = make_halves(engine)
+    times: dict[str, list[float]] = {side: [] for side in halves}
+    for _ in range(rounds):
+        for side, half in halves.items():
+            half.take(half.report_on(half.emit(admission)))
+            start = time.thread_time()
+            metadata = half.emit(step)
+            spent = time.thread_time() - start
+            ended = half.report_on(metadata)
+            start = time.thread_time()
+            half.take(ended)
+            spent += time.thread_time() - start
+            assert not half.has_pins
+            times[side].append(spent / num_requests * 1e6)
+    where = f"d. scheduler, {num_requests} requests complete a block: a request"
+    yield times_less(where, "us", times["kvtide"], times["peer"])
+
+
 # ------------------------------------------------------------------ c, d: a worker's CPU
 
 
@@ -369,6 +395,8 @@ def main() -> None:
         for letter in sorted(only & set(benches)):
             rows += benches[letter](cases, options.rounds)
         del cases
+    for count in (64, 256) if "d" in only else ():
+        rows += crowd_rows(count, options.rounds)
     if only & {"c", "d"}:
         rows += worker_rows(JUDGED, (64, 256) if "d" in only else (), options.rounds)
     if "h" in only:

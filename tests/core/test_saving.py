@@ -61,6 +61,22 @@ class Desk:
         self.jobs = [one.job for one in planned]
         return [puts_of(one)[0].end_token for one in planned]
 
+    def certain(self, scheduled: Scheduled) -> int:
+        return self.saving.certain_token(self.tracker, scheduled)
+
+    def emit(self, scheduled: Scheduled) -> list[PlannedStore]:
+        """Save what a step makes certain."""
+        return list(self.saving.emit(self.tracker, self.view, self.certain(scheduled), 0.0))
+
+    def settle_proofs(self, scheduled: Scheduled) -> list[PlannedStore]:
+        """Save the proofs that a step computes."""
+        certain = self.certain(scheduled)
+        return list(self.saving.settle_proofs(self.tracker, scheduled, certain, 0.0))
+
+    def rest(self, scheduled: Scheduled) -> None:
+        """End a step."""
+        self.saving.rest(self.tracker, self.certain(scheduled))
+
     def end(self, job_id: int, end: JobEnd) -> list[int]:
         report = JobReport()
         report.end(job_id, end)
@@ -160,28 +176,28 @@ def owing() -> Desk:
     """A request of 20 tokens whose boundary at 16 was handed off before its proof was computed."""
     desk = Desk(DRAFTS, 20)
     assert desk.publish(HandOff(1, 30, 16), certain=16) == [16]
-    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    assert len(desk.emit(desk.scheduled(0, 16))) == 1
     return desk
 
 
 def test_a_proof_follows_in_the_step_that_computes_it() -> None:
     """Nothing else is due there: the unit is not complete."""
     desk = owing()
-    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
+    desk.rest(desk.scheduled(0, 16))
     assert not desk.saving.is_due("r", 19)
     assert desk.saving.is_due("r", 20)
-    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 3), 0.0)) == []
-    (planned,) = desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0)
+    assert desk.settle_proofs(desk.scheduled(16, 3)) == []
+    (planned,) = desk.settle_proofs(desk.scheduled(16, 4))
     assert puts_of(planned) == (BoundaryPut(2, 1, 20, 2),)
-    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 4), 0.0)) == []
+    assert desk.settle_proofs(desk.scheduled(16, 4)) == []
 
 
 def test_a_proof_that_a_store_job_covers_is_not_saved_by_itself() -> None:
     """The whole block has a name that lookups of the boundary ask for, too."""
     desk = owing()
     desk.view.block_hashes += fake_hashes(4)
-    assert list(desk.saving.settle_proofs(desk.tracker, desk.scheduled(16, 16), 0.0)) == []
-    [planned] = desk.saving.emit(desk.tracker, desk.scheduled(16, 16), 0.0)
+    assert desk.settle_proofs(desk.scheduled(16, 16)) == []
+    [planned] = desk.emit(desk.scheduled(16, 16))
     assert isinstance(planned.job, StoreJob)
     assert planned.job.first_chunks == (1, 0, 1)
 
@@ -204,15 +220,15 @@ def drafting(num_tokens: int, **limits: int) -> Desk:
 def settled(desk: Desk, computed: int, num_tokens: int) -> list[Sequence[BoundaryPut]]:
     """What a step writes of proofs."""
     scheduled = desk.scheduled(computed, num_tokens)
-    return [puts_of(one) for one in desk.saving.settle_proofs(desk.tracker, scheduled, 0.0)]
+    return [puts_of(one) for one in desk.settle_proofs(scheduled)]
 
 
 def test_the_last_range_of_a_prefill_is_proven_at_its_end() -> None:
     """The unit behind it never fills, but for the draft model's block. Before, the next may."""
     desk = drafting(22)
-    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    assert len(desk.emit(desk.scheduled(0, 16))) == 1
     assert settled(desk, 0, 16) == []
-    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
+    desk.rest(desk.scheduled(0, 16))
     assert not desk.saving.is_due("r", 21)
     assert desk.saving.is_due("r", 22)
     assert settled(desk, 20, 2) == [(BoundaryPut(1, 4, 20, 5),)]
@@ -227,9 +243,9 @@ def test_a_proof_is_saved_for_any_length_of_prompt(num_tokens: int) -> None:
     for computed in range(0, num_tokens, 16):
         scheduled = desk.scheduled(computed, min(16, num_tokens - computed))
         if desk.saving.is_due("r", computed + scheduled.num_scheduled_tokens):
-            list(desk.saving.emit(desk.tracker, scheduled, 0.0))
+            desk.emit(scheduled)
             written += settled(desk, computed, scheduled.num_scheduled_tokens)
-            desk.saving.rest(desk.tracker, scheduled)
+            desk.rest(scheduled)
     last = num_tokens // 8 * 8
     has_proof = num_tokens % 8 >= 4
     chunk = last // 4
@@ -241,15 +257,15 @@ def test_tokens_that_are_not_settled_are_saved_some_steps_later() -> None:
     """Two modules of a draft model: the last token's KV cache is written once more."""
     policy = SavePolicy(prefill=True, decode=False, num_unsettled_tokens=2)
     desk = Desk(Coordinator((FullAttention(8),), 4), 16, policy=policy)
-    (job,) = desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0)
+    (job,) = desk.emit(desk.scheduled(0, 16))
     assert isinstance(job.job, StoreJob)
     assert job.job.end_token == 8
-    desk.saving.rest(desk.tracker, desk.scheduled(0, 16))
+    desk.rest(desk.scheduled(0, 16))
     assert [n for n in (16, 17, 18, 19) if desk.saving.is_due("r", n)] == [18, 19]
-    (rest,) = desk.saving.emit(desk.tracker, desk.scheduled(17, 1), 0.0)
+    (rest,) = desk.emit(desk.scheduled(17, 1))
     assert isinstance(rest.job, StoreJob)
     assert (rest.job.start_token, rest.job.end_token) == (8, 16)
-    desk.saving.rest(desk.tracker, desk.scheduled(17, 1))
+    desk.rest(desk.scheduled(17, 1))
     assert not desk.saving.is_due("r", 1000)
 
 
@@ -268,7 +284,7 @@ def test_what_another_connector_loaded_is_saved() -> None:
 def test_a_proof_waits_for_the_budget() -> None:
     """It is not lost as a state would be: its block stays."""
     desk = drafting(14, max_pinned_blocks=3)
-    (job,) = desk.saving.emit(desk.tracker, desk.scheduled(0, 8), 0.0)
+    (job,) = desk.emit(desk.scheduled(0, 8))
     assert settled(desk, 8, 6) == []
     desk.end(job.job.job_id, JobEnd.STORED)
     assert len(settled(desk, 14, 1)) == 1
@@ -277,7 +293,7 @@ def test_a_proof_waits_for_the_budget() -> None:
 def test_a_proof_whose_block_is_gone_is_given_up_and_counted() -> None:
     """The engine has freed it, or never filled it."""
     desk = drafting(22)
-    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(0, 16), 0.0))) == 1
+    assert len(desk.emit(desk.scheduled(0, 16))) == 1
     desk.view.tables[1][4] = 0
     assert settled(desk, 16, 6) == []
     assert desk.counters["skipped_null_chunks"] == 1
@@ -289,6 +305,6 @@ def test_a_decode_owes_no_proof() -> None:
     """Its next unit proves the last; where there is none, a last boundary is lost."""
     desk = drafting(14)
     desk.view.block_hashes += fake_hashes(8)
-    assert len(list(desk.saving.emit(desk.tracker, desk.scheduled(8, 8), 0.0))) == 1
+    assert len(desk.emit(desk.scheduled(8, 8))) == 1
     assert desk.tracker.progress is not None
     assert not desk.tracker.progress.owed_proofs

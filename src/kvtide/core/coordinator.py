@@ -51,6 +51,8 @@ class Coordinator:
     stores_dense: bool = False
     lcm_block_size: int = field(init=False)
     """The least common multiple of the groups' block sizes, in tokens."""
+    max_proof_tokens: int = field(init=False)
+    """How many tokens beyond a boundary have to be matched, 0 without a draft model."""
     _retention: Retention = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +68,8 @@ class Coordinator:
                 raise ValueError(f"a proof is at most a block, and a state has none: {group}")
         lcm = math.lcm(*(group.block_size for group in self.groups))
         object.__setattr__(self, "lcm_block_size", lcm)
+        proofs = [group.proof_tokens for group in self.groups]
+        object.__setattr__(self, "max_proof_tokens", max(proofs))
         object.__setattr__(self, "_retention", Retention(lcm, self.retention_interval))
 
     @property
@@ -77,11 +81,6 @@ class Coordinator:
     def boundaries(self) -> Boundaries:
         """What a search must know: the groups and where boundaries lie."""
         return Boundaries(self.groups, self.hash_block_size, self.alignment)
-
-    @property
-    def max_proof_tokens(self) -> int:
-        """How many tokens beyond a boundary have to be matched, 0 without a draft model."""
-        return max(group.proof_tokens for group in self.groups)
 
     @property
     def may_shorten(self) -> bool:

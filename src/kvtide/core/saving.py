@@ -137,11 +137,11 @@ class Saving:
         """
         return num_tokens >= self._due_tokens.get(request_id, 0)
 
-    def rest(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
+    def rest(self, tracker: RequestTracker, num_certain_tokens: int) -> None:
         """Note from where on a request has to be looked at again, once its step is dealt with."""
         progress = tracker.progress
         assert progress is not None
-        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
+        certain = self._coordinator.aligned(num_certain_tokens)
         if certain <= progress.scheduled_offset and not progress.must_rewind:
             self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
         else:
@@ -191,19 +191,19 @@ class Saving:
         )
 
     def emit(
-        self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
+        self, tracker: RequestTracker, view: RequestView, num_certain_tokens: int, now_s: float
     ) -> Iterator[PlannedStore]:
         """Yield the next jobs of a request, as far as tokens are certain and the budget allows."""
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
-        kept = self._kept_boundaries(tracker, scheduled.view)
-        certain = self._coordinator.aligned(self.certain_token(tracker, scheduled))
+        kept = self._kept_boundaries(tracker, view)
+        certain = self._coordinator.aligned(num_certain_tokens)
         end = None
         while (next_end := self._next_end(progress, certain, now_s)) is not None:
             end = next_end
             planned = plan_store(
-                scheduled.view,
+                view,
                 self._coordinator,
                 job_id=self._take_job_id(),
                 prefix_id=tracker.prefix_id,
@@ -249,6 +249,8 @@ class Saving:
 
     def _kept_boundaries(self, tracker: RequestTracker, view: RequestView) -> tuple[int, ...]:
         """Return the boundaries of a request that are kept beside the regular ones."""
+        if self._coordinator.retention_interval is None:
+            return ()
         shared = (tracker.shared_token, view.shared_token)
         return self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
 
@@ -302,7 +304,7 @@ class Saving:
         return planned_jobs
 
     def settle_proofs(
-        self, tracker: RequestTracker, scheduled: Scheduled, now_s: float
+        self, tracker: RequestTracker, scheduled: Scheduled, certain: int, now_s: float
     ) -> Iterator[PlannedStore]:
         """Yield the jobs that save proofs which were not computed yet with their boundaries.
 
@@ -312,7 +314,6 @@ class Saving:
         assert progress is not None
         if not progress.owed_proofs:
             return
-        certain = self.certain_token(tracker, scheduled)
         computed = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
         for boundary, after_token in list(progress.owed_proofs.items()):
             is_covered = self._coordinator.aligned(certain) > boundary

@@ -274,12 +274,12 @@ class PoolScheduler:
         self._on_scheduled(tracker, scheduled)
         if not self._saving.policy.any or tracker.prefix_id is None:
             return
+        certain = self._saving.certain_token(tracker, scheduled)
         if hand_offs:  # first, since an offer that is not taken now is lost
-            certain = self._saving.certain_token(tracker, scheduled)
             yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
-        yield from self._saving.emit(tracker, scheduled, now_s)
-        yield from self._saving.settle_proofs(tracker, scheduled, now_s)
-        self._saving.rest(tracker, scheduled)
+        yield from self._saving.emit(tracker, scheduled.view, certain, now_s)
+        yield from self._saving.settle_proofs(tracker, scheduled, certain, now_s)
+        self._saving.rest(tracker, certain)
 
     def is_due(self, request_id: str, num_tokens: int) -> bool:
         """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.
@@ -290,6 +290,8 @@ class PoolScheduler:
 
     def _on_scheduled(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
         """Begin a life where the engine admits the request, and find where its first job starts."""
+        if tracker.state is RequestState.RUNNING and not scheduled.is_admission:
+            return  # nearly always
         saved_before = None
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
             # The next turn of a session, or resumed without a preemption notice.
