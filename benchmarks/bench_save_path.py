@@ -268,7 +268,7 @@ def worker_rows(context: int, many: Sequence[int], rounds: int) -> Iterator[Row]
     """Measure a worker's CPU per new key: a long prompt, a decode, and many decodes at once."""
     from vllm_engine import BLOCK, STEP_TOKENS, HeldEngine
 
-    num_blocks = max(context // 8, max(many, default=0) * 64) + (1 << 10)
+    num_blocks = max(context // 8, max(many, default=0) * 64) + (5 << 10)
     engine = HeldEngine(context, num_blocks)
     loads = {
         "prefill": Load(engine, 0, STEP_TOKENS),
