@@ -1,6 +1,6 @@
 """Whether a marker per chunk, put when all ranks have theirs, would pay on engines of many ranks.
 
-    python benchmarks/bench_rank_markers.py [--rounds 9] [--requests 120] [--seeds 2]
+    python benchmarks/bench_rank_markers.py [--rounds 7] [--requests 100] [--seeds 2]
 
 A chunk of a tensor parallel engine has a part per rank, and kvtide's lookup asks for all of them.
 With one key per chunk that says "all parts are in" it would ask for that alone. In each row
@@ -185,8 +185,8 @@ def mooncake_rows(effort: Effort) -> Iterator[Row]:
 def main() -> None:
     """Measure on both stores and write build/bench/rank_markers.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=120, help="to each full store")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=100, help="to each full store")
     parser.add_argument("--seeds", type=int, default=2, help="of the requests to full stores")
     options = parser.parse_args()
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
