@@ -258,7 +258,9 @@ class PoolConfig:
         "milliseconds",
         "at least 0",
         _number(0),
-        "How long a request may wait for its lookup before it counts as a miss.",
+        "How long a request may wait for its lookup before it counts as a miss. A lookup that has "
+        "found something is waited for until it has found nothing more for as long, and at most "
+        "`lookup_timeout_ms`.",
     )
     lookup_timeout_ms: float = _option(
         1000,

@@ -92,6 +92,21 @@ def test_an_unfinished_lookup_is_waited_for_a_bounded_time() -> None:
     assert house.match(now_s=1.07) == 160
 
 
+def test_a_lookup_that_goes_on_finding_something_is_waited_for() -> None:
+    """A long prefix on many ranks takes its time; once nothing more is found, so does waiting."""
+    house = House(10, immediate=False, lookup_wait_s=0.05)
+    house.arrive()
+    [ticket] = house.lookups.submitted
+    assert house.match(now_s=1.0) is None
+    for found_s in (1.04, 1.08, 1.12):
+        house.lookups.found_s[ticket] = found_s
+        assert house.match(now_s=found_s + 0.04) is None
+    assert house.match(now_s=1.18) == 0
+    assert house.counters["lookup_waits_expired"] == 1
+    house.lookups.answer_all()
+    assert house.match(now_s=1.2) == 160
+
+
 def test_a_guess_that_was_too_high_costs_one_lookup_of_the_gap() -> None:
     """The engine seemed to hold 8 chunks and holds 3: only chunks 3 to 8 are asked in addition."""
     house = House(12, local=128)

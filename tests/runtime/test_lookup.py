@@ -108,6 +108,19 @@ def test_a_hit_needs_every_rank() -> None:
     assert lookups.executor.take(1) == LookupHit(0, 12)
 
 
+def test_a_lookup_under_way_tells_when_it_last_found_something() -> None:
+    """So that whoever waits can tell a long prefix from a slow store."""
+    lookups = Lookups()
+    lookups.save("a", range(100))
+    lookups.submit(1, "a", 200)
+    lookups.submit(2, "b", 200)
+    assert lookups.executor.last_found_s(1) is None
+    lookups.executor.run_round()
+    assert lookups.executor.last_found_s(1) == lookups.executor._clock()
+    assert lookups.executor.last_found_s(2) is None
+    assert lookups.executor.last_found_s(3) is None
+
+
 def test_pending_lookups_share_one_call_a_round() -> None:
     """Many waiting requests cost a call per round, and a shared key is asked once."""
     lookups = Lookups()

@@ -84,6 +84,14 @@ def test_a_store_that_refuses_the_memory_is_an_error_at_start() -> None:
         PoolWorker(FakeBlocks(byte_layout((4, 100)), 4), Refusing(), PrefixDatabases([4], 4))
 
 
+def test_what_other_ranks_told_of_keys_is_taken_over() -> None:
+    """Also without any job: the rank may be the one that puts them."""
+    rank = Rank()
+    rank.worker.take_over(StepPlan(bad_keys=("a", "b")))
+    rank.worker.take_over(StepPlan(bad_keys=("c",), mended_keys=("a", "unknown")))
+    assert rank.worker.bad_keys.among(["a", "b", "c", "unknown"]) == {"b", "c"}
+
+
 def test_an_empty_step_does_nothing() -> None:
     """Most steps bring nothing: no thread is started, nothing is reported."""
     before = threads_of_the_pool()

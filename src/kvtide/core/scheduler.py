@@ -84,6 +84,9 @@ class PoolScheduler:
         self._cancelled_loads: list[int] = []
         self._failed_loads: dict[str, int] = {}
         """Loads that failed on some rank and have not ended on all: the first unproven token."""
+        self._num_ranks = num_ranks
+        self._key_news: dict[str, bool] = {}
+        """What ranks have told of keys since the last step, for all ranks: whether they are bad."""
 
     def __repr__(self) -> str:
         states = Counter(tracker.state.value for tracker in self._trackers.values())
@@ -260,7 +263,11 @@ class PoolScheduler:
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
-        return StepOutcome(StepPlan(prefixes, tuple(stores), loads, cancelled), pins)
+        news, self._key_news = self._key_news, {}
+        bad = tuple(key for key, is_bad in news.items() if is_bad)
+        mended = tuple(key for key, is_bad in news.items() if not is_bad)
+        plan = StepPlan(prefixes, tuple(stores), loads, cancelled, bad, mended)
+        return StepOutcome(plan, pins)
 
     def _save(
         self, scheduled: Scheduled, hand_offs: Sequence[HandOff], now_s: float
@@ -311,6 +318,10 @@ class PoolScheduler:
         Reversed, so that the engine evicts the end of a chain first.
         """
         self.counters.update(report.counters)
+        if self._num_ranks > 1 and (report.bad_keys or report.mended_keys):
+            # Where merged reports say both of a key, distrust is the safe side.
+            self._key_news.update(dict.fromkeys(report.mended_keys, False))
+            self._key_news.update(dict.fromkeys(report.bad_keys, True))
         for request_id, token in report.failed_loads.items():
             self._on_load_failed(request_id, token, now_s, lost=request_id in report.lost_loads)
         return self._saving.on_report(report, now_s)

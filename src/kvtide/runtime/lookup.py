@@ -29,7 +29,10 @@ MAX_ROUND_KEYS = 2048
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One lookup: ``keys`` are what it waits for, ``hit`` its answer once there is one."""
+    """One lookup: ``keys`` are what it waits for, ``hit`` its answer once there is one.
+
+    ``found_s`` is when the store last had some of its keys.
+    """
 
     query: LookupQuery
     namespace: str
@@ -38,6 +41,7 @@ class _Entry:
     keys: Sequence[str] = ()
     hit: LookupHit | None = None
     is_cancelled: bool = False
+    found_s: float | None = None
 
 
 def miss(query: LookupQuery) -> LookupHit:
@@ -116,6 +120,12 @@ class LookupExecutor:
             if hit is not None:
                 self._drop(ticket)
             return hit
+
+    def last_found_s(self, ticket: int) -> float | None:
+        """Return when the store last had some of a lookup's keys; ``None`` if it has not."""
+        with self._ready:
+            entry = self._entries.get(ticket)
+            return None if entry is None else entry.found_s
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup whose answer nobody wants any more; harmless if there is none."""
@@ -257,7 +267,10 @@ class LookupExecutor:
                 )
                 entry.keys = next(entry.questions)
             else:
-                entry.keys = entry.questions.send([answers[key] for key in entry.keys])
+                found = [answers[key] for key in entry.keys]
+                if any(found):
+                    entry.found_s = self._clock()
+                entry.keys = entry.questions.send(found)
                 with self._ready:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)

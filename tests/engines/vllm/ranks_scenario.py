@@ -90,7 +90,7 @@ def ask(one: InProcessEngine, seed: int, *, has_pool: bool = True) -> Answer:
 
 def _keys(one: InProcessEngine, request: Any) -> dict[str, list[str]]:
     side = one.connector._scheduler_side
-    parts = side._topology.all_parts()
+    parts = side._agreement.parts
     namespace = side._namespace_of(request)
     databases = side._plan.coordinator().databases(namespace, parts)
     num_chunks = PROMPT_TOKENS // databases[0][0].hash_block_size

@@ -10,7 +10,7 @@ import pytest
 
 from kvtide.config import PoolConfig
 from kvtide.core.keys import CacheIdentity
-from kvtide.engines.vllm.identity import engine_identity
+from kvtide.engines.vllm.identity import engine_identity, of_all_sizes
 from kvtide.engines.vllm.ranks import plan_ranks
 from kvtide.engines.vllm.translate import translate_groups
 from tests.engines.model_folders import LLAMA, make_folder
@@ -49,8 +49,11 @@ def identify(model_folder: Path, make_config: Callable[..., Any]) -> Callable[..
         plan = translate_groups(groups, config)
         options = PoolConfig.from_mapping({"store_tp_size": store_tp_size})
         ranks = plan_ranks(options, plan.group_ids, groups, config)
-        assert (ranks.shared_shards is None) is (not store_tp_size)
-        data = engine_identity(config, plan, ranks.shared_shards)
+        shards = ranks.sharing.shards
+        assert (shards is None) is (not store_tp_size)
+        data = engine_identity(config, plan)
+        if shards is not None:
+            data = of_all_sizes(data, shards)
         return CacheIdentity(engine=data, worker="").fingerprint()
 
     return fingerprint
@@ -112,24 +115,13 @@ def test_more_ranks_than_heads_are_no_other_shards(identify: Callable[..., str])
     assert identify(1, 4) == identify(4, 8)
 
 
-def test_another_partition_of_the_layers_is_another_identity(
-    identify: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stages of both have the same number, and not the same layers."""
-    prints = {identify(2, 4, pp_size=2)}
-    for partition in ("1,3", "3,1"):
-        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        prints |= {identify(size, 4, pp_size=2) for size in (1, 2)}
-    assert len(prints) == 3
-
-
 def test_each_group_tells_its_shards(model_folder: Path, make_config: Callable[..., Any]) -> None:
     """Shards of the groups are told in their order, not as a sum or a set."""
     config = make_config(model_folder)
     window = attention_spec("SlidingWindowSpec", sliding_window=128)
     plan = translate_groups(cache_config((attention_spec(), 1), (window, 1)), config)
     prints = {
-        CacheIdentity(engine=engine_identity(config, plan, shards), worker="").fingerprint()
+        CacheIdentity(of_all_sizes(engine_identity(config, plan), shards), worker="").fingerprint()
         for shards in ((1, 2), (2, 1), (2, 2), (2,))
     }
     assert len(prints) == 4

@@ -61,12 +61,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
             features.require_recompute(vllm_config)
             engine_index = features.data_parallel_index(vllm_config)
             config = replace(config, stats_path=path_of(config.stats_path, engine_index))
-            names = pool_format.names(config, vllm_config, plan, ranks)
-            if line := ranks.describe(config.store_tp_size):
-                logger.info("%s", line)
+            names = pool_format.names(config, vllm_config, plan)
             with _opened(url_for_lookups(config.store)) as store:
                 self._scheduler_side = SchedulerSide(
-                    config, plan, pool_format, names, store, topology=ranks.topology
+                    config, plan, pool_format, names, store, sizes=ranks.topology.sizes
                 )
         else:
             with _opened(config.store) as store:
@@ -77,7 +75,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
                     vllm_config,
                     kv_cache_config,
                     store,
-                    topology=ranks.topology,
+                    ranks=ranks,
                     rank=this_rank(ranks.topology.sizes),
                 )
 
