@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvtide.core.chunks import ChunkedTokenDatabase, ceil_div
+from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.keys import HashWindow
 from kvtide.core.probes import MAX_PROBE_KEYS, leading
 from kvtide.core.search import Ask, Boundaries, Found, SearchRange, search
@@ -110,9 +110,8 @@ def _ask_parts(
     answers = yield sentinel_keys + first.keys_at(query.hashes, ask.hash_indexes)
     sentinels_present = all(answers[:num_sentinels])
     present = list(answers[num_sentinels:])
+    step = max(1, MAX_PROBE_KEYS // len(others)) if others else 1
     places = _worth_asking(present, ask)
-    num_lists = ceil_div(len(places) * len(others), MAX_PROBE_KEYS)
-    step = ceil_div(len(places), max(1, num_lists))
     while others and places:
         asked, places = places[:step], places[step:]
         indexes = [ask.hash_indexes[place] for place in asked]
