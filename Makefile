@@ -40,7 +40,7 @@ families: $(VENV)/.vllm ## run a small model of every cache kind, cold and warm,
 	  || { tail -30 build/families.log; exit 1; }
 
 ranks: $(VENV)/.vllm $(VENV)/.test ## run engines of several ranks on both stores, and print the table (15-20 min)
-	@echo "==> tensor, pipeline and data parallel engines, 17 cases (15-20 min)"
+	@echo "==> tensor, pipeline and data parallel engines, 16 cases (15-20 min)"
 	@mkdir -p build
 	@$(VENV)/bin/python -m tests.engines.vllm.ranks_table $(RANKS_ARGS) 2>build/ranks.log \
 	  || { tail -30 build/ranks.log; exit 1; }

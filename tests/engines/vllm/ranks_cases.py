@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from unittest import mock
+from typing import Any
 
-from kvtide.testing.mooncake import MooncakePool
-from tests.engines.vllm import data_parallel_scenario
-from tests.engines.vllm.engines import BLOCK
 from tests.engines.vllm.families import HIT, Family
-from tests.engines.vllm.in_tree_engine import InTreeEngine, write_config
 from tests.engines.vllm.ranks_lab import (
     FIRST,
     ONE_HEAD,
@@ -28,14 +21,8 @@ from tests.engines.vllm.ranks_lab import (
     present,
     shown,
 )
-from tests.engines.vllm.ranks_scenario import (
-    NUM_OUTPUT_TOKENS,
-    PROMPT_TOKENS,
-    Answer,
-    RanksRun,
-    cores_of,
-    run,
-)
+from tests.engines.vllm.ranks_neighbours import beside_in_tree, data_parallel
+from tests.engines.vllm.ranks_scenario import Answer, RanksRun, run
 
 Case = Callable[[Lab], Iterator[Row]]
 SHARED = {"store_tp_size": 2}
@@ -96,25 +83,18 @@ class Seen:
 
 
 def alone(
-    lab: Lab,
-    model: str,
-    store: str,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    has_copies: bool = False,
+    lab: Lab, engines: str, model: str, store: str, *, has_copies: bool = False, **changes: Any
 ) -> Iterator[Row]:
     """A plain engine; one that computes and saves; and one that loads it, then loads zeros."""
-    expected = lab.plain(model, tp_size=tp_size, pp_size=pp_size)[FIRST]
+    expected = lab.plain(model, **changes)[FIRST]
     family = lab.family(model)
     with lab.pool(store) as url:
-        case = lab.case(model, url, tp_size=tp_size, pp_size=pp_size)
+        case = lab.case(model, url, **changes)
         cold = run(case)[FIRST]
         warm = run(again(case, expected[: family.num_decoded]))[FIRST]
         found = present(url, cold)
     one_copy = lab.one_copy_bytes(model)
-    seen = Seen(family, store, expected, cold, warm, found, one_copy, has_copies)
-    yield seen.row(f"TP={tp_size}" if pp_size == 1 else f"PP={pp_size}")
+    yield Seen(family, store, expected, cold, warm, found, one_copy, has_copies).row(engines)
 
 
 def again(case: RanksRun, appended: Sequence[int] = ()) -> RanksRun:
@@ -165,114 +145,34 @@ def kept_apart(lab: Lab, model: str, store: str) -> Iterator[Row]:
             "parts": sum(chain.from_iterable(found_other)) == other.counters["saved_chunks"],
             "note": "shared only with engines of tensor parallel size 2" in cold.said,
         },
-        cold.said.splitlines()[-1],
-    )
-
-
-def data_parallel(lab: Lab, store: str, num_starts: int = 1) -> Iterator[Row]:
-    """Two engines start side by side; the second answers with what the first has computed."""
-    folder = lab.folder_of("llama")
-    plain = RanksRun(str(folder), "", num_prompt_tokens=PROMPT_TOKENS)
-    expected = ask_one_rank(plain).tokens
-    starts = []
-    faults = []
-    for _ in range(num_starts):
-        with lab.pool(store) as url, TemporaryDirectory(prefix="kvtide-ranks-") as files:
-            try:
-                starts.append(
-                    data_parallel_scenario.run(folder, url, str(Path(files) / "counters.json"))
-                )
-            except AssertionError as error:
-                faults.append(str(error))
-    loaded = PROMPT_TOKENS // BLOCK * BLOCK
-    hits = {tuple(engine["num_cached_tokens"] for engine in engines) for engines in starts}
-    saved = [sum(engine["counters"].get("saved_bytes", 0) for engine in e) for e in starts]
-    yield Row(
-        "DP=2",
-        "llama",
-        store,
-        " ".join(str(second) for _, second in sorted(hits)),
-        saved=" ".join(sorted({f"{count / 1024:.0f}" for count in saved})),
-        verdicts={
-            "loaded": hits == {(0, loaded)},
-            "tokens": all(engine["tokens"] == expected for e in starts for engine in e),
-            "note": len(starts) == num_starts,
-        },
-        note=f"{len(starts)} of {num_starts} starts without a collision {' '.join(faults)[-300:]}",
-    )
-
-
-def beside_in_tree(lab: Lab) -> Iterator[Row]:
-    """VLLM's own connector and kvtide, two ranks each, on one pool: each loads the other's."""
-    expected = lab.plain("llama", tp_size=2)
-    family = lab.family("llama")
-    prompts = lab.case("llama", "")
-    with MooncakePool(segment_bytes=256 << 20) as pool, TemporaryDirectory() as files:
-        config = write_config(pool, Path(files))
-        with (
-            mock.patch.dict(os.environ, MOONCAKE_CONFIG_PATH=str(config)),
-            InTreeEngine(
-                lab.folder_of("llama"),
-                config,
-                {**family.arguments, "tensor_parallel_size": 2},
-                {},
-                environment=cores_of(2),
-            ) as in_tree,
-        ):
-            stored = in_tree.answer(prompts.prompt(FIRST), NUM_OUTPUT_TOKENS)
-            num_first = pool.metrics().num_keys
-            case = lab.case("llama", "mooncake://", tp_size=2, options={"key_format": "vllm"})
-            both = run(replace(case, seeds=(FIRST, SECOND), zeros=True))
-            num_both = pool.metrics().num_keys
-            loaded = in_tree.answer(prompts.prompt(SECOND), NUM_OUTPUT_TOKENS)
-            num_last = pool.metrics().num_keys
-    first, second = both[FIRST], both[SECOND]
-    per_prompt = 2 * HIT // BLOCK
-    yield Row(
-        "in-tree TP=2 -> TP=2",
-        "llama",
-        "mooncake",
-        str(first.num_cached_tokens),
-        shown([[num_first]]),
-        verdicts={
-            "loaded": (stored.hit, first.num_cached_tokens) == (0, HIT),
-            "tokens": stored.tokens == first.tokens == expected[FIRST],
-            "parts": num_first == per_prompt and "saved_chunks" not in first.counters,
-            "zeros": first.tokens_of_zeros != expected[FIRST],
-        },
-    )
-    yield Row(
-        "TP=2 -> in-tree TP=2",
-        "llama",
-        "mooncake",
-        str(loaded.hit),
-        shown([[num_both - num_first]]),
-        kib_by_rank(second),
-        {
-            "loaded": (second.num_cached_tokens, loaded.hit) == (0, HIT),
-            "tokens": second.tokens == loaded.tokens == expected[SECOND],
-            "parts": num_both - num_first == num_last - num_first == per_prompt,
-            "zeros": second.tokens_of_zeros != expected[SECOND],
-        },
+        "\n".join(line for line in cold.said.splitlines() if "store_tp_size" in line),
     )
 
 
 def cases(num_starts: int) -> dict[str, Case]:
     """Every case by its name."""
+    two = partial(alone, engines="TP=2", tp_size=2)
+    stages = partial(alone, engines="PP=2", pp_size=2)
     found: dict[str, Case] = {}
     for store in ("local", "mooncake"):
         found |= {
-            f"tp-{store}": partial(alone, model="llama", store=store, tp_size=2),
+            f"tp-{store}": partial(two, model="llama", store=store),
             f"sizes-{store}": partial(between_sizes, model="llama", store=store),
-            f"pp-{store}": partial(alone, model="llama", store=store, pp_size=2),
+            f"pp-{store}": partial(stages, model="llama", store=store),
         }
-    local = partial(alone, store="local")
     return found | {
-        "windows": partial(local, model="gemma3", tp_size=2),
+        "windows": partial(two, model="gemma3", store="local"),
         "windows-sizes": partial(between_sizes, model="gemma3", store="local"),
-        "windows-pp": partial(local, model="gemma3", pp_size=2),
-        "latent": partial(local, model="deepseek-v2", tp_size=2, has_copies=True),
-        "copies": partial(local, model=ONE_HEAD, tp_size=2, has_copies=True),
+        "windows-pp": partial(stages, model="gemma3", store="local"),
+        "latent": partial(two, model="deepseek-v2", store="local", has_copies=True),
+        "copies": partial(two, model=ONE_HEAD, store="local", has_copies=True),
+        "context": partial(
+            two,
+            engines="TP=2 DCP=2",
+            model=ONE_HEAD,
+            store="local",
+            arguments={"decode_context_parallel_size": 2},
+        ),
         "states": partial(kept_apart, model="lfm2", store="local"),
         "in-tree": beside_in_tree,
         "dp-mooncake": partial(data_parallel, store="mooncake"),

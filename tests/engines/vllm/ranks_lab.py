@@ -83,24 +83,20 @@ class Lab:
     def case(self, model: str, url: str, **changes: Any) -> RanksRun:
         """An engine for a model, which is asked the first prompt."""
         family = self.family(model)
+        changes["arguments"] = {**family.arguments, **changes.get("arguments", {})}
         return RanksRun(
             str(self.folder_of(model)),
             url,
-            **{
-                "seeds": (FIRST,),
-                "num_prompt_tokens": family.num_prompt_tokens,
-                "arguments": family.arguments,
-                **changes,
-            },
+            **{"seeds": (FIRST,), "num_prompt_tokens": family.num_prompt_tokens, **changes},
         )
 
-    def plain(self, model: str, **sizes: int) -> dict[int, list[int]]:
+    def plain(self, model: str, **changes: Any) -> dict[int, list[int]]:
         """What an engine without kvtide answers to both prompts.
 
         Raises:
             VllmCannotError: it does not.
         """
-        case = self.case(model, "", seeds=(FIRST, SECOND), **sizes)
+        case = self.case(model, "", seeds=(FIRST, SECOND), **changes)
         if repr(case) not in self._plain:
             try:
                 answers = run(case)
