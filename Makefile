@@ -7,9 +7,10 @@ LINT := .venv-lint
 DOCS := .venv-docs
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RANKS_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast differential families lint format bench docs clean
+.PHONY: help demo test test-fast differential families ranks lint format bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,12 @@ families: $(VENV)/.vllm ## run a small model of every cache kind, cold and warm,
 	@mkdir -p build
 	@$(VENV)/bin/python -m tests.engines.vllm.families_table 2>build/families.log \
 	  || { tail -30 build/families.log; exit 1; }
+
+ranks: $(VENV)/.vllm $(VENV)/.test ## run engines of several ranks on both stores, and print the table (15-20 min)
+	@echo "==> tensor, pipeline and data parallel engines, 16 cases (15-20 min)"
+	@mkdir -p build
+	@$(VENV)/bin/python -m tests.engines.vllm.ranks_table $(RANKS_ARGS) 2>build/ranks.log \
+	  || { tail -30 build/ranks.log; exit 1; }
 
 lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
 	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"
