@@ -22,8 +22,8 @@ from tests.engines.vllm.environment import report, run_script
 from tests.engines.vllm.zeros import zeros_loaded
 
 PROMPT_TOKENS = 500
-PATIENT = {"lookup_wait_ms": 10_000, "lookup_timeout_ms": 10_000}
-"""Ranks that spin take every core, so a lookup may be late, and would be a miss."""
+PATIENT = {"lookup_wait_ms": 10_000, "lookup_timeout_ms": 10_000, "load_timeout_s": 30}
+"""Ranks that spin take every core: a lookup or a load may be late, and would be a miss."""
 NUM_OUTPUT_TOKENS = 24
 
 
@@ -174,9 +174,10 @@ class RanksEngine:
     def _ask_for_zeros(self, seed: int, num_tokens: int) -> list[int]:
         self._one.forget_local()
         with zeros_loaded(self._one):
-            [tokens] = self._one.generate(self._case.prompt(seed), num_tokens=num_tokens)
+            [output] = self._one.run(self._case.prompt(seed), num_tokens=num_tokens)
         _settle(self._one)
-        return tokens
+        assert output.num_cached_tokens, f"no zeros were loaded: {self._one.counters}"
+        return list(output.outputs[0].token_ids)
 
     def _keys(self, request: Any) -> list[list[list[str]]]:
         side = self._one.connector._scheduler_side
