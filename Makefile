@@ -39,8 +39,8 @@ families: $(VENV)/.vllm ## run a small model of every cache kind, cold and warm,
 	@$(VENV)/bin/python -m tests.engines.vllm.families_table 2>build/families.log \
 	  || { tail -30 build/families.log; exit 1; }
 
-ranks: $(VENV)/.vllm $(VENV)/.test ## run engines of several ranks on both stores, and print the table (15-20 min)
-	@echo "==> tensor, pipeline and data parallel engines, 16 cases (15-20 min)"
+ranks: $(VENV)/.vllm $(VENV)/.test ## run engines of several ranks on both stores, and print the table (20 min)
+	@echo "==> tensor, pipeline and data parallel engines, 16 cases (about 20 min)"
 	@mkdir -p build
 	@$(VENV)/bin/python -m tests.engines.vllm.ranks_table $(RANKS_ARGS) 2>build/ranks.log \
 	  || { tail -30 build/ranks.log; exit 1; }

@@ -41,6 +41,9 @@ class Row:
     note: str = ""
 
 
+_FOR_MORE = ", please check the stack trace above for the root cause"
+
+
 class VllmCannotError(Exception):
     """vLLM does not run a combination on this machine, without kvtide; the message says why."""
 
@@ -143,4 +146,4 @@ def kib_by_rank(answer: Answer) -> str:
 
 def _last_error(log: str) -> str:
     lines = [line for line in log.splitlines() if "Error" in line]
-    return lines[-1].strip() if lines else log[-200:]
+    return lines[-1].strip().removesuffix(_FOR_MORE) if lines else log[-200:]
