@@ -49,8 +49,8 @@ class Sharing:
             for number, count in zip(group_ids, self.shards, strict=True)
         )
         return (
-            f"store_tp_size is {store_tp_size}: the pool is shared with engines of every tensor "
-            f"parallel size that divides it, {shards}"
+            f"store_tp_size is {store_tp_size}: the pool is shared with engines that have this "
+            f"option, of every tensor parallel size that divides it: {shards}"
         )
 
 
@@ -248,7 +248,7 @@ class _GroupHeads:
         elif total % store_tp_size and store_tp_size % total:
             yield (
                 f"has {total} KV heads, which {store_tp_size} shards do not divide: set "
-                f"store_tp_size to a divisor or a multiple of {total}"
+                f"store_tp_size to a multiple or divisor of {total} that all sizes divide"
             )
         elif any(_is_packed(layer) for layer in self._layers):
             yield "packs its heads in another way"

@@ -27,6 +27,7 @@ from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import Names
+from kvtide.engines.vllm.ranks import Sharing
 from kvtide.engines.vllm.stages import Agreement, agree
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
@@ -99,10 +100,19 @@ class SchedulerSide:
         """
         self._agreement = agreement = agree(self._sizes, list(handshakes))
         self._names.agree_on(agreement.describe(), agreement.sharing.shards)
-        if self._config.store_tp_size:
-            line = agreement.sharing.describe(self._config.store_tp_size, self._plan.group_ids)
-            logger.info("%s", line)
+        self._tell_who_shares(agreement.sharing)
         self._start()
+
+    def _tell_who_shares(self, sharing: Sharing) -> None:
+        """Log what an operator compares where engines do not share."""
+        logger.info(
+            "keys begin with %s: engines that say the same share their KV cache",
+            self._names.namespace_of(None),
+        )
+        if self._config.store_tp_size:
+            level = logging.WARNING if sharing.shards is None else logging.INFO
+            line = sharing.describe(self._config.store_tp_size, self._plan.group_ids)
+            logger.log(level, "%s", line)
 
     def _start(self) -> None:
         """Build the scheduler once both the cache manager and the layouts are known."""
