@@ -143,7 +143,7 @@ def kept_apart(lab: Lab, model: str, store: str) -> Iterator[Row]:
             "loaded": other.num_cached_tokens == 0,
             "tokens": other.tokens == expected,
             "parts": sum(chain.from_iterable(found_other)) == other.counters["saved_chunks"],
-            "note": "shared only with engines of tensor parallel size 2" in cold.said,
+            "note": "shared only with engines of this one's tensor parallel size" in cold.said,
         },
         "\n".join(line for line in cold.said.splitlines() if "store_tp_size" in line),
     )
