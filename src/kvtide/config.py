@@ -268,15 +268,15 @@ class PoolConfig:
         "at least 0",
         _number(0),
         "How long a request may wait for its lookup before it counts as a miss. A lookup that has "
-        "found something is waited for until it has found nothing more for as long, and at most "
-        "`lookup_timeout_ms`.",
+        "found something is waited for until it has found nothing more for as long.",
     )
     lookup_timeout_ms: float = _option(
         1000,
         "milliseconds",
         "above 0",
         _number(0, above=True),
-        "A lookup that takes this long is abandoned.",
+        "A lookup that has found nothing for this long is abandoned, and in any case after ten "
+        "times as long.",
     )
     backoff_s: float = _option(
         0.5,

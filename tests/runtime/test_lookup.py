@@ -121,6 +121,29 @@ def test_a_lookup_under_way_tells_when_it_last_found_something() -> None:
     assert lookups.executor.last_found_s(3) is None
 
 
+def test_a_lookup_is_abandoned_when_it_has_found_nothing_for_its_timeout() -> None:
+    """One that goes on finding is not, up to ten times that: many long ones may be under way."""
+    lookups = Lookups()
+    for database in databases_for(NAMESPACE)[0]:
+        keys = database.keys(hashes_of("a", 10_000), range(10_000))
+        lookups.store.values.update(dict.fromkeys(keys, b""))
+    timeout_s = lookups.executor._timeout_s
+    lookups.submit(1, "a", 10_000)
+    for _ in range(3):
+        lookups.clock.now_s += 0.9 * timeout_s
+        lookups.executor.run_round()
+        assert lookups.executor.take(1) is None
+    lookups.clock.now_s += 1.1 * timeout_s
+    assert lookups.executor.take(1) == LookupHit(0, 0)
+    lookups.submit(2, "a", 10_000)
+    for _ in range(10):
+        lookups.clock.now_s += 0.99 * timeout_s
+        lookups.executor.run_round()
+        assert lookups.executor.take(2) is None
+    lookups.clock.now_s += 0.2 * timeout_s
+    assert lookups.executor.take(2) == LookupHit(0, 0)
+
+
 def test_pending_lookups_share_one_call_a_round() -> None:
     """Many waiting requests cost a call per round, and a shared key is asked once."""
     lookups = Lookups()

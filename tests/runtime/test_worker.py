@@ -84,12 +84,12 @@ def test_a_store_that_refuses_the_memory_is_an_error_at_start() -> None:
         PoolWorker(FakeBlocks(byte_layout((4, 100)), 4), Refusing(), PrefixDatabases([4], 4))
 
 
-def test_what_other_ranks_told_of_keys_is_taken_over() -> None:
-    """Also without any job: the rank may be the one that puts them."""
+def test_what_another_rank_has_made_whole_is_bad_no_more() -> None:
+    """Also where the step brings no job."""
     rank = Rank()
-    rank.worker.take_over(StepPlan(bad_keys=("a", "b")))
-    rank.worker.take_over(StepPlan(bad_keys=("c",), mended_keys=("a", "unknown")))
-    assert rank.worker.bad_keys.among(["a", "b", "c", "unknown"]) == {"b", "c"}
+    rank.worker.bad_keys.add(["a", "b"])
+    rank.worker.take_over(StepPlan(mended_keys=("a", "unknown")))
+    assert rank.worker.bad_keys.among(["a", "b"]) == {"b"}
 
 
 def test_an_empty_step_does_nothing() -> None:

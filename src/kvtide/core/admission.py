@@ -249,7 +249,10 @@ class Admission:
         end_token: int | None = None,
         instead_of: _Inquiry | None = None,
     ) -> _Inquiry:
-        """Begin a lookup; one ``instead_of`` another goes on with the wait that the other began."""
+        """Begin a lookup; one ``instead_of`` another goes on with the wait that the other began.
+
+        Unless that found something: then the wait begins anew.
+        """
         coordinator = self._coordinator
         unit = coordinator.hash_block_size
         end = min(view.num_tokens - 1, view.num_hashes * unit)
@@ -270,6 +273,9 @@ class Admission:
         )
         if instead_of is not None:
             inquiry.wait_until_s, inquiry.gave_up = instead_of.wait_until_s, instead_of.gave_up
+            if instead_of.hit_token > instead_of.known_from and not inquiry.gave_up:
+                # What was found, however late, is worth the wait for the rest.
+                inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
         self._inquiries[view.request_id] = inquiry
         if start_token < end or query.sentinel_hashes:
             inquiry.ticket = self._next_ticket

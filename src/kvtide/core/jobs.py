@@ -108,20 +108,18 @@ class StepPlan:
 
     ``prefixes`` announces the namespaces of the prefix ids that are used here for the first time.
     ``cancelled_loads`` are jobs whose request was aborted: the engine holds its blocks until the
-    load has ended. ``bad_keys`` and ``mended_keys`` pass on what other ranks have reported: a rank
-    may read what another has to put.
+    load has ended. ``mended_keys`` are whole again: what one rank reads another may have put.
     """
 
     prefixes: Mapping[int, str] = field(default_factory=dict)
     stores: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
-    bad_keys: tuple[str, ...] = ()
     mended_keys: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         has_jobs = self.prefixes or self.stores or self.loads or self.cancelled_loads
-        return bool(has_jobs or self.bad_keys or self.mended_keys)
+        return bool(has_jobs or self.mended_keys)
 
 
 class JobEnd(Enum):

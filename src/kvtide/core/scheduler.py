@@ -85,8 +85,8 @@ class PoolScheduler:
         self._failed_loads: dict[str, int] = {}
         """Loads that failed on some rank and have not ended on all: the first unproven token."""
         self._num_ranks = num_ranks
-        self._key_news: dict[str, bool] = {}
-        """What ranks have told of keys since the last step, for all ranks: whether they are bad."""
+        self._mended_keys: set[str] = set()
+        """What ranks have told to be whole again since the last step, for all ranks."""
 
     def __repr__(self) -> str:
         states = Counter(tracker.state.value for tracker in self._trackers.values())
@@ -263,10 +263,8 @@ class PoolScheduler:
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
-        news, self._key_news = self._key_news, {}
-        bad = tuple(key for key, is_bad in news.items() if is_bad)
-        mended = tuple(key for key, is_bad in news.items() if not is_bad)
-        plan = StepPlan(prefixes, tuple(stores), loads, cancelled, bad, mended)
+        mended, self._mended_keys = tuple(self._mended_keys), set()
+        plan = StepPlan(prefixes, tuple(stores), loads, cancelled, mended)
         return StepOutcome(plan, pins)
 
     def _save(
@@ -318,10 +316,9 @@ class PoolScheduler:
         Reversed, so that the engine evicts the end of a chain first.
         """
         self.counters.update(report.counters)
-        if self._num_ranks > 1 and (report.bad_keys or report.mended_keys):
-            # Where merged reports say both of a key, distrust is the safe side.
-            self._key_news.update(dict.fromkeys(report.mended_keys, False))
-            self._key_news.update(dict.fromkeys(report.bad_keys, True))
+        if self._num_ranks > 1 and report.mended_keys:
+            # Only these: a rank that cannot read must not make others replace what is whole.
+            self._mended_keys |= report.mended_keys - report.bad_keys
         for request_id, token in report.failed_loads.items():
             self._on_load_failed(request_id, token, now_s, lost=request_id in report.lost_loads)
         return self._saving.on_report(report, now_s)

@@ -102,9 +102,7 @@ class PoolWorker:
         if not plan:
             return
         self._databases.learn(plan.prefixes)
-        # Another rank than the one that reads a key may be the one that puts it.
         self.bad_keys.discard(plan.mended_keys)
-        self.bad_keys.add(plan.bad_keys)
         now_s = self._clock()
         for load in plan.loads:
             unproven = first_token(load, self._databases.block_sizes)

@@ -194,7 +194,8 @@ class _GroupHeads:
     def is_certain(self) -> bool:
         """Whether it is certain how many heads each layer has in all."""
         total, tp_size = self._total_heads, self._sizes.tp_size
-        if not total or self._has_states or (total % tp_size and tp_size % total):
+        is_known = all(not is_latent(la) or is_held_by_all_ranks(la) for la in self._layers)
+        if not total or not is_known or self._has_states or (total % tp_size and tp_size % total):
             return False
         wanted = max(1, total // tp_size)
         return all(getattr(layer, "num_kv_heads", 0) == wanted for layer in self._layers)

@@ -42,13 +42,14 @@ def agree(sizes: ParallelSizes, handshakes: Sequence[KVTideHandshake]) -> Agreem
             "no rank told its memory layout: inside MultiConnector only the first connector's "
             "handshake arrives, so list KVTideConnector first in its connectors"
         )
-    told = {handshake.rank: handshake for handshake in handshakes}
+    told = {h.rank: h for h in handshakes if h.rank in range(sizes.num_ranks)}
     _check_complete(sizes, told.keys())
     layouts: list[StoreLayout] = []
     for stage in range(sizes.pp_size):
         of_stage = [h.layout for rank, h in told.items() if sizes.place(rank).pp_rank == stage]
         layout = common_layout(of_stage)
-        if layout is None or len({h.token_interleave for h in told.values()}) > 1:
+        kinds = {(len(h.parts), h.token_interleave) for h in told.values()}
+        if layout is None or len(kinds) > 1:
             raise ConfigError(
                 "the ranks of this engine lay out their KV cache differently, so they cannot "
                 "share keys: run ranks of one kind, with the same attention backend"
@@ -57,7 +58,7 @@ def agree(sizes: ParallelSizes, handshakes: Sequence[KVTideHandshake]) -> Agreem
     return Agreement(
         tuple(layouts),
         _all_parts([told[rank] for rank in sorted(told)]),
-        _common_sharing(handshakes),
+        _common_sharing(list(told.values())),
         handshakes[0].token_interleave if sizes.dcp_size > 1 else 0,
     )
 
@@ -67,10 +68,15 @@ def _check_complete(sizes: ParallelSizes, told: Collection[int]) -> None:
 
     Where prefill-context parallel ranks hold copies, vLLM passes on what one of them says.
     """
-    missing = {sizes.place(rank)[::2] for rank in range(sizes.num_ranks)}
-    missing -= {sizes.place(rank)[::2] for rank in told}
+
+    def part_of(rank: int) -> tuple[int, ...]:
+        place = sizes.place(rank)
+        pcp_rank = place.pcp_rank if sizes.dcp_size > 1 else 0
+        return (place.pp_rank, place.tp_rank, pcp_rank)
+
+    missing = set(map(part_of, range(sizes.num_ranks))) - set(map(part_of, told))
     if missing:
-        stage, tp_rank, *_ = min(missing)
+        stage, tp_rank, _ = min(missing)
         raise ConfigError(
             f"{len(missing)} ranks told no memory layout, tensor parallel rank {tp_rank} of "
             f"pipeline stage {stage} among them: run all ranks of an engine under one scheduler, "
