@@ -7,9 +7,10 @@ LINT := .venv-lint
 DOCS := .venv-docs
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RANKS_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast differential families lint format bench docs clean
+.PHONY: help demo test test-fast differential families ranks lint format bench docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,12 @@ families: $(VENV)/.vllm ## run a small model of every cache kind, cold and warm,
 	@$(VENV)/bin/python -m tests.engines.vllm.families_table 2>build/families.log \
 	  || { tail -30 build/families.log; exit 1; }
 
+ranks: $(VENV)/.vllm $(VENV)/.test ## run engines of several ranks on both stores, and print the table (20 min)
+	@echo "==> tensor, pipeline and data parallel engines, 16 cases (about 20 min)"
+	@mkdir -p build
+	@$(VENV)/bin/python -m tests.engines.vllm.ranks_table $(RANKS_ARGS) 2>build/ranks.log \
+	  || { tail -30 build/ranks.log; exit 1; }
+
 lint: $(LINT)/.done ## check style, types, layers and spelling; needs no vLLM (20 s; first time 1 min)
 	@echo "==> ruff, mypy, import-linter, codespell (about 20 s)"
 	@$(LINT)/bin/ruff format --check .
@@ -50,7 +57,7 @@ format: $(LINT)/.done ## rewrite the sources the way `make lint` wants them
 	@$(LINT)/bin/ruff format .
 	@$(LINT)/bin/ruff check --fix .
 
-bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (9 min)
+bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (12 min)
 	@rm -rf build/bench
 	@for script in benchmarks/bench_*.py; do \
 	  [ -e "$$script" ] || { echo "no benchmarks yet"; exit 0; }; \

@@ -71,8 +71,9 @@ exception but a `Status`.
 METRICS = """\
 Counters only go up. Each is a Prometheus counter at vLLM's own endpoint,
 `vllm:kvtide_<name>_total`, with vLLM's labels; those that moved are in vLLM's periodic log line;
-and with `stats_path` all that ever moved are in a JSON file. What is counted per rank is summed
-over the ranks.
+and with `stats_path` all that ever moved are in a JSON file. Jobs that end, chunks and bytes are
+counted on each rank and summed: with two ranks each store job ends twice. To compare engines of
+different sizes, compare bytes.
 
 | counter | what it counts |
 |---|---|

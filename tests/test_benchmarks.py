@@ -80,6 +80,42 @@ def test_values_are_compared_in_layers_and_whole_on_a_real_mooncake_pool(
     assert all(row.kvtide > 0 for row in rows)
 
 
+def test_markers_are_compared_with_all_parts_on_both_stores(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight times the keys on a full hit and as many on a miss; each lookup's hit is checked there.
+
+    In a full store a lookup of every rank's part promises nothing that is not there.
+    """
+    bench = load("bench_rank_markers")
+    monkeypatch.setattr(bench, "POOL_BYTES", 256 << 20)
+    monkeypatch.setattr(bench, "FILLED_BYTES", 64 << 20)
+    monkeypatch.setattr(bench, "FULL_POOL_BYTES", 64 << 20)
+    effort = bench.Effort(2, 9, 1, (1024, 2048))
+    found = [*bench.local_rows(effort), *bench.mooncake_rows(effort)]
+    rows = {row.case: row for row in found}
+    assert len(rows) == len(found)
+    for name in ("local", "Mooncake"):
+        hit, miss = (
+            rows[f"{name}, TP 8, {case}: keys"] for case in ("hit of 2,048 tokens", "cold miss")
+        )
+        assert (hit.kvtide, hit.peer, hit.ratio) == (8 * 128, 128, 8)
+        assert (miss.kvtide, miss.peer) == (64, 64)
+        assert rows[f"{name}, TP 8, save"].kvtide > 0
+        assert rows[f"{name}, full store, markers: chunks of prompts loaded"].kvtide > 0
+    assert rows["local, full store, markers: hits whose load failed"].kvtide == 0
+    assert rows["local, TP 2, room"].peer >= 4096  # a page
+    assert rows["Mooncake, TP 2, room"].peer == bench.TAG_BYTES
+
+
+def test_ranks_that_hold_the_same_bytes_write_one_copy_in_equal_shares(load: Any) -> None:
+    """The goals are counts, so they are judged here too."""
+    bench = load("bench_rank_shares")
+    found = [row for model in bench.MODELS for row in bench.rows(model, 16 << 10)]
+    assert len(found) == 2 * len(bench.MODELS)
+    assert all(row.met for row in found)
+
+
 def test_all_rows_are_joined_in_one_summary(
     load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

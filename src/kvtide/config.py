@@ -20,7 +20,9 @@ from kvtide.units import format_size, parse_size
 ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
 KEY_FORMATS: Final = ("kvtide", "vllm")
 
-_STORE_TP_SIZE: Final = "give store_tp_size, a common multiple of all tensor parallel sizes"
+_STORE_TP_SIZE: Final = (
+    "remove it, and give store_tp_size, a common multiple of all tensor parallel sizes"
+)
 
 # Options of vLLM's in-tree store connectors that people will bring along, and what became of them.
 _ELSEWHERE: Final = {
@@ -36,6 +38,11 @@ _ELSEWHERE: Final = {
     "custom_mem_pool": "kvtide copies through memory of its own; remove it",
     "enable_store_tp_lcm": _STORE_TP_SIZE,
     "prefill_tp_sizes": _STORE_TP_SIZE,
+    "store_tp": _STORE_TP_SIZE,
+    "tensor_parallel_size": (
+        "it is vLLM's own, --tensor-parallel-size; remove it. To share among sizes give "
+        "store_tp_size"
+    ),
 }
 
 
@@ -71,7 +78,9 @@ def _integer(low: int) -> Check:
 
     def check(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise _FaultError(f"an integer of at least {low}")
+            is_number = isinstance(value, str) and value.strip().isdigit()
+            hint = f" without quotes: {str(value).strip()}" if is_number else ""
+            raise _FaultError(f"an integer of at least {low}{hint}")
         return value
 
     return check
@@ -192,9 +201,9 @@ class PoolConfig:
         "an integer of at least 0",
         _integer(0),
         "Share the pool among engines of different tensor parallel sizes: a common multiple of "
-        "them all, the same in each. Values are then stored cut by KV heads as the largest of "
-        "those sizes has it. 0: engines of another size share nothing. See "
-        "[Many ranks](ranks.md).",
+        "them all, the same in each. Values are then stored cut by KV heads as ranks of that size "
+        "have them. Setting or changing it starts cold. 0: engines of another size share nothing. "
+        "See [Many ranks](ranks.md).",
     )
     save_decode_cache: bool = _option(
         False,  # noqa: FBT003
@@ -258,14 +267,16 @@ class PoolConfig:
         "milliseconds",
         "at least 0",
         _number(0),
-        "How long a request may wait for its lookup before it counts as a miss.",
+        "How long a request may wait for its lookup before it counts as a miss. A lookup that has "
+        "found something is waited for until it has found nothing more for as long.",
     )
     lookup_timeout_ms: float = _option(
         1000,
         "milliseconds",
         "above 0",
         _number(0, above=True),
-        "A lookup that takes this long is abandoned.",
+        "A lookup that has found nothing for this long is abandoned, and in any case after ten "
+        "times as long.",
     )
     backoff_s: float = _option(
         0.5,
@@ -390,8 +401,8 @@ def _contradictions(config: PoolConfig, bad: set[str]) -> list[str]:
     ]
     if config.key_format == "vllm" and config.store_tp_size:
         faults.append(
-            "store_tp_size cuts values as key_format 'vllm' does not: remove it, or leave "
-            "key_format at 'kvtide'"
+            "store_tp_size cannot be used with key_format 'vllm', which does not cut values: "
+            "remove store_tp_size, or remove key_format and start a pool of kvtide's own keys"
         )
     if config.key_format == "vllm" and config.weights_version:
         faults.append(

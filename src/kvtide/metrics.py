@@ -24,7 +24,8 @@ COUNTERS: Mapping[str, str] = {
     "lost_jobs": "Store jobs whose store call failed as a whole, or outlived their deadline.",
     "expired_jobs": "Store jobs ended by their deadline (they are failed or lost ones too).",
     "existing_chunks": "Chunks found in the store already (mooncake:// counts them as written).",
-    "saved_chunks": "Chunks written to the store, or found there by the put itself (mooncake://).",
+    "saved_chunks": "Chunks written to the store, or found there by the put itself (mooncake://); "
+    "of a chunk on several ranks, each part.",
     "saved_bytes": "Bytes of the saved chunks, tags included.",
     # Lookups.
     "lookups": "Lookups begun: for requests that come or are preempted, or lose local blocks.",
@@ -42,7 +43,7 @@ COUNTERS: Mapping[str, str] = {
     "refused_loads": "Loads the engine granted without a promise; they fail and are recomputed.",
     "load_suspensions": "Times at which loads paused after a lost one.",
     # Loading, per rank.
-    "loaded_chunks": "Chunks loaded into the engine's blocks.",
+    "loaded_chunks": "Chunks loaded into the engine's blocks; of one on several ranks, each part.",
     "loaded_bytes": "Bytes loaded into the engine's blocks, tags not included.",
     "missing_chunks": "Chunks that a load asked for and the store had no more.",
     "unread_chunks": "Chunks that a load asked for and the store failed to read.",

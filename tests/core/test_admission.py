@@ -92,6 +92,21 @@ def test_an_unfinished_lookup_is_waited_for_a_bounded_time() -> None:
     assert house.match(now_s=1.07) == 160
 
 
+def test_a_lookup_that_goes_on_finding_something_is_waited_for() -> None:
+    """A long prefix on many ranks takes its time; once nothing more is found, so does waiting."""
+    house = House(10, immediate=False, lookup_wait_s=0.05)
+    house.arrive()
+    [ticket] = house.lookups.submitted
+    assert house.match(now_s=1.0) is None
+    for found_s in (1.04, 1.08, 1.12):
+        house.lookups.found_s[ticket] = found_s
+        assert house.match(now_s=found_s + 0.04) is None
+    assert house.match(now_s=1.18) == 0
+    assert house.counters["lookup_waits_expired"] == 1
+    house.lookups.answer_all()
+    assert house.match(now_s=1.2) == 160
+
+
 def test_a_guess_that_was_too_high_costs_one_lookup_of_the_gap() -> None:
     """The engine seemed to hold 8 chunks and holds 3: only chunks 3 to 8 are asked in addition."""
     house = House(12, local=128)
@@ -302,21 +317,33 @@ def test_no_budget_at_all_is_a_miss_without_a_lookup() -> None:
     assert house.counters["lookups"] == 1
 
 
-def test_waiting_for_the_bounded_lookup_counts_as_waiting_for_the_first() -> None:
-    """The engine is put off for ``lookup_wait_s`` in all."""
+def test_a_second_lookup_is_waited_for_anew_where_the_first_found_something() -> None:
+    """Of a bound, and of a gap after a first lookup that took long but was finding."""
     house = House(12, coordinator=STATES, immediate=False, max_load_tokens=100, lookup_wait_s=1.0)
     states_at(house, 160)
     house.arrive()
     assert house.match(now_s=0.0) is None
     house.lookups.answer_all()
     assert house.match(now_s=0.9) is None
-    assert house.match(now_s=1.0) == 0
+    assert house.match(now_s=1.8) is None
+    assert house.match(now_s=2.0) == 0
 
-
-def test_a_gap_below_a_hit_that_cannot_be_shortened_is_looked_up_with_all_above_it() -> None:
-    """The end of the gap may be no boundary to resume at; the hit behind it still is."""
-    house = House(12, local=64, coordinator=STATES)
-    states_at(house, 160)
+    house = House(10, immediate=False, local=64, lookup_wait_s=1.0)
     house.arrive()
-    assert house.match(32) is None
-    assert house.match(32) == 160 - 32
+    [ticket] = house.lookups.submitted
+    assert house.match(64, now_s=0.0) is None
+    house.lookups.found_s[ticket] = 1.5
+    house.lookups.answer_all()
+    assert house.match(0, now_s=2.0) is None, "the engine has lost what it held"
+    house.lookups.answer_all()
+    assert house.match(0, now_s=2.1) == 160
+
+
+def test_a_second_lookup_goes_on_with_the_wait_of_a_first_that_found_nothing() -> None:
+    """The engine is put off for ``lookup_wait_s`` in all."""
+    house = House(4, immediate=False, local=64, lookup_wait_s=1.0)
+    house.arrive()
+    assert house.match(64, now_s=0.0) is None
+    house.lookups.answer_all()
+    assert house.match(0, now_s=0.9) is None
+    assert house.match(0, now_s=1.1) == 0

@@ -30,3 +30,13 @@ def test_ranks_agree_or_there_is_no_common_layout() -> None:
     assert common_layout([one, other]) is None
     assert common_layout([]) is None
     assert one.describe() != other.describe()
+
+
+def test_engines_exchange_values_however_many_of_them_a_rank_has() -> None:
+    """Ranks of one engine must hold equally many parts of a block; two engines need not."""
+    one, two = (
+        StoreLayout((GroupLayout(16, (100, 200), "HND", values_per_block=count),))
+        for count in (1, 2)
+    )
+    assert one.describe() == two.describe()
+    assert common_layout([one, two]) is None

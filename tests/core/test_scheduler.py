@@ -394,6 +394,19 @@ def test_pins_end_when_every_rank_has_staged() -> None:
     assert bench.end([job]) == [], "a report about a job nobody knows changes nothing"
 
 
+def test_what_one_rank_has_made_whole_all_ranks_are_told_with_the_next_step() -> None:
+    """One reads what another puts. What is bad they are not told: it may be the reader's fault."""
+    bench = Bench(num_ranks=2)
+    bench.report(JobReport(bad_keys={"a", "b"}, mended_keys={"c", "b"}))
+    assert bench.step() == StepPlan(mended_keys=("c",))
+    assert not bench.step()
+    bench.report(JobReport(mended_keys={"a"}))
+    assert bench.step().mended_keys == ("a",)
+    alone = Bench()
+    alone.report(JobReport(mended_keys={"c"}))
+    assert not alone.step(), "the one rank knows"
+
+
 def test_an_end_report_alone_releases_the_pins() -> None:
     """A job that was refused was never staged."""
     bench, view = Bench(), request(32)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from kvtide.core.topology import ParallelSizes
+from kvtide.runtime.bad_keys import DISTRUST_S
 from kvtide.stores.memory import MemoryStore
-from kvtide.testing import Fault, FaultKind, FaultyStore
+from kvtide.testing import Arena, Fault, FaultKind, FaultyStore
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_checks import check_engine, check_idle, check_store, finish
 from kvtide.testing.engine_requests import EngineState
@@ -179,3 +180,56 @@ def test_a_rank_whose_get_hangs_blocks_no_other(case: Case, rank: int) -> None:
     finally:
         faulty.release()
         engine.close()
+
+
+def ask_again(engine: ScriptedEngine, name: str) -> tuple[int, int]:
+    """Ask for the prompt with nothing of it held; return loads, and tokens that were loaded."""
+    engine.pool.drop_cached()
+    request = engine.add(name, PROMPT, max_tokens=3)
+    finish(engine)
+    return request.num_loads, request.num_loaded_tokens
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_read_that_failed_once_is_forgotten_though_another_rank_puts_the_value(
+    rank: int,
+) -> None:
+    """The reader could not remove it then, as of a key that is leased; the value was whole."""
+    _, engine = filled(Case("latent", ParallelSizes(tp_size=4)))
+    request = engine.add("r", PROMPT, max_tokens=3)
+    key = engine.databases()[0][0].key_for(request.block_hashes[2])
+    faulty = fault_on(
+        engine,
+        rank,
+        Fault(FaultKind.FAILED, "get", keys=lambda found: found == key),
+        Fault(FaultKind.FAILED, "remove", keys=lambda found: found == key),
+    )
+    finish(engine)
+    assert request.num_loaded_tokens == 2 * BLOCK
+    faulty.script = ()
+    ask_again(engine, "distrusts")
+    assert not engine.ranks.ranks[0].store.num_calls["remove"] > 1, "it was whole all the time"
+    assert isinstance(engine.clock, ManualClock)
+    engine.clock.now_s += DISTRUST_S
+    assert ask_again(engine, "tries again") == (1, len(PROMPT) - 1)
+    assert not len(engine.lookups.bad_keys)
+
+
+def test_a_value_that_one_rank_mends_is_whole_for_all() -> None:
+    """None could remove it when it did not verify; afterwards none pays for it again."""
+    memory, engine = filled(Case("latent", ParallelSizes(tp_size=4)))
+    request = engine.add("r", PROMPT, max_tokens=3)
+    key = engine.databases()[0][0].key_for(request.block_hashes[2])
+    num_bytes = len(memory._values[key])
+    memory.remove([key])
+    Arena(memory, 4096).put([(key, bytes(num_bytes))])
+    leased = Fault(FaultKind.FAILED, "remove", keys=lambda found: found == key)
+    stores = [fault_on(engine, other.rank, leased) for other in engine.ranks.ranks]
+    finish(engine)
+    assert request.num_loaded_tokens == 2 * BLOCK
+    for faulty in stores:
+        faulty.script = ()
+    ask_again(engine, "mends")  # and tells the others
+    for number in range(2):
+        assert ask_again(engine, f"whole {number}") == (1, len(PROMPT) - 1)
+    check_store(engine, memory)

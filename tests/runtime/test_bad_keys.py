@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.runtime.bad_keys import BadKeys
+from kvtide.runtime.bad_keys import DISTRUST_S, BadKeys
 
 
 def test_remembers_until_discarded() -> None:
@@ -26,6 +26,20 @@ def test_forgets_the_key_that_was_used_longest_ago() -> None:
     keys.add(["newest"])
     assert "new" not in keys
     assert keys.among(["old", "newest"]) == {"old", "newest"}
+
+
+def test_a_key_is_tried_again_after_a_while() -> None:
+    """Somebody else may have made it whole, and who only loads is never told."""
+    now_s = [100.0]
+    keys = BadKeys(10, lambda: now_s[0])
+    keys.add(["a"])
+    now_s[0] += DISTRUST_S / 2
+    keys.add(["b"])
+    now_s[0] += DISTRUST_S / 2
+    assert keys.among(["a", "b"]) == {"b"}
+    assert len(keys) == 1
+    keys.add(["a"])
+    assert "a" in keys
 
 
 def test_bound_must_be_positive() -> None:

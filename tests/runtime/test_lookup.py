@@ -108,6 +108,42 @@ def test_a_hit_needs_every_rank() -> None:
     assert lookups.executor.take(1) == LookupHit(0, 12)
 
 
+def test_a_lookup_under_way_tells_when_it_last_found_something() -> None:
+    """So that whoever waits can tell a long prefix from a slow store."""
+    lookups = Lookups()
+    lookups.save("a", range(100))
+    lookups.submit(1, "a", 200)
+    lookups.submit(2, "b", 200)
+    assert lookups.executor.last_found_s(1) is None
+    lookups.executor.run_round()
+    assert lookups.executor.last_found_s(1) == lookups.executor._clock()
+    assert lookups.executor.last_found_s(2) is None
+    assert lookups.executor.last_found_s(3) is None
+
+
+def test_a_lookup_is_abandoned_when_it_has_found_nothing_for_its_timeout() -> None:
+    """One that goes on finding is not, up to ten times that: many long ones may be under way."""
+    lookups = Lookups()
+    for database in databases_for(NAMESPACE)[0]:
+        keys = database.keys(hashes_of("a", 10_000), range(10_000))
+        lookups.store.values.update(dict.fromkeys(keys, b""))
+    timeout_s = lookups.executor._timeout_s
+    lookups.submit(1, "a", 10_000)
+    for _ in range(3):
+        lookups.clock.now_s += 0.9 * timeout_s
+        lookups.executor.run_round()
+        assert lookups.executor.take(1) is None
+    lookups.clock.now_s += 1.1 * timeout_s
+    assert lookups.executor.take(1) == LookupHit(0, 0)
+    lookups.submit(2, "a", 10_000)
+    for _ in range(10):
+        lookups.clock.now_s += 0.99 * timeout_s
+        lookups.executor.run_round()
+        assert lookups.executor.take(2) is None
+    lookups.clock.now_s += 0.2 * timeout_s
+    assert lookups.executor.take(2) == LookupHit(0, 0)
+
+
 def test_pending_lookups_share_one_call_a_round() -> None:
     """Many waiting requests cost a call per round, and a shared key is asked once."""
     lookups = Lookups()

@@ -218,7 +218,7 @@ def test_a_block_is_filled_from_all_its_parts() -> None:
     rank.step(rank.load_job("a", 0, 32, TARGETS))
     assert [len(keys) for method, keys in rank.scripted.calls if method == "get"] == [6, 6, 4]
     assert [rank.blocks.content(0, block) for block in TARGETS] == contents
-    assert rank.report.counters["loaded_chunks"] == 8
+    assert rank.report.counters["loaded_chunks"] == 16
     assert rank.report.counters["loaded_bytes"] == 1600
 
 

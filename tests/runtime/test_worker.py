@@ -84,6 +84,14 @@ def test_a_store_that_refuses_the_memory_is_an_error_at_start() -> None:
         PoolWorker(FakeBlocks(byte_layout((4, 100)), 4), Refusing(), PrefixDatabases([4], 4))
 
 
+def test_what_another_rank_has_made_whole_is_bad_no_more() -> None:
+    """Also where the step brings no job."""
+    rank = Rank()
+    rank.worker.bad_keys.add(["a", "b"])
+    rank.worker.take_over(StepPlan(mended_keys=("a", "unknown")))
+    assert rank.worker.bad_keys.among(["a", "b"]) == {"b"}
+
+
 def test_an_empty_step_does_nothing() -> None:
     """Most steps bring nothing: no thread is started, nothing is reported."""
     before = threads_of_the_pool()

@@ -8,7 +8,8 @@ in ``[known_from, hit)`` can be loaded. When the engine asks, with what it reall
     num_computed < known_from, once         look up the gap, answer "not yet"
     ... again (its blocks are vanishing)    look up from 0, once
     a bound below the hit                   look up below the bound, once (see ``may_shorten``)
-    no result yet                           answer "not yet", for at most ``lookup_wait_s``
+    no result yet                           answer "not yet", until ``lookup_wait_s`` have passed
+                                            and nothing was found for as long
 
 The engine repeats the question while allocation fails, so asking changes nothing: a result ends
 when the engine allocates, at finish, or after ``result_ttl_s``. Each "not yet" costs the engine a
@@ -41,6 +42,9 @@ class Lookups(Protocol):
 
     def take(self, ticket: int) -> LookupHit | None:
         """Return the result once, or ``None`` while there is none."""
+
+    def last_found_s(self, ticket: int) -> float | None:
+        """Return when a lookup under way last found something; ``None`` if it has not."""
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup; unknown tickets are ignored."""
@@ -245,7 +249,10 @@ class Admission:
         end_token: int | None = None,
         instead_of: _Inquiry | None = None,
     ) -> _Inquiry:
-        """Begin a lookup; one ``instead_of`` another goes on with the wait that the other began."""
+        """Begin a lookup; one ``instead_of`` another goes on with the wait that the other began.
+
+        Unless that found something: then the wait begins anew.
+        """
         coordinator = self._coordinator
         unit = coordinator.hash_block_size
         end = min(view.num_tokens - 1, view.num_hashes * unit)
@@ -266,6 +273,9 @@ class Admission:
         )
         if instead_of is not None:
             inquiry.wait_until_s, inquiry.gave_up = instead_of.wait_until_s, instead_of.gave_up
+            if instead_of.hit_token > instead_of.known_from and not inquiry.gave_up:
+                # What was found, however late, is worth the wait for the rest.
+                inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
         self._inquiries[view.request_id] = inquiry
         if start_token < end or query.sentinel_hashes:
             inquiry.ticket = self._next_ticket
@@ -301,10 +311,19 @@ class Admission:
         return True
 
     def _may_wait(self, inquiry: _Inquiry, now_s: float) -> bool:
-        """Tell whether to put the engine off once more; a result may still come while it queues."""
+        """Tell whether to put the engine off once more; a result may still come while it queues.
+
+        A lookup that goes on finding something is waited for: that it takes long, as for a long
+        prefix on many ranks it does, means that much is there.
+        """
+        assert inquiry.ticket is not None
         if inquiry.wait_until_s is None:
             inquiry.wait_until_s = now_s + self._limits.lookup_wait_s
-        if now_s < inquiry.wait_until_s:
+        until_s = inquiry.wait_until_s
+        found_s = self._lookups.last_found_s(inquiry.ticket)
+        if found_s is not None:
+            until_s = max(until_s, found_s + self._limits.lookup_wait_s)
+        if now_s < until_s:
             return True
         if not inquiry.gave_up:
             inquiry.gave_up = True

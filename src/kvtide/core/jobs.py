@@ -123,16 +123,18 @@ class StepPlan:
 
     ``prefixes`` announces the namespaces of the prefix ids that are used here for the first time.
     ``cancelled_loads`` are jobs whose request was aborted: the engine holds its blocks until the
-    load has ended.
+    load has ended. ``mended_keys`` are whole again: what one rank reads another may have put.
     """
 
     prefixes: Mapping[int, str] = field(default_factory=dict)
     stores: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
+    mended_keys: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.prefixes or self.stores or self.loads or self.cancelled_loads)
+        has_jobs = self.prefixes or self.stores or self.loads or self.cancelled_loads
+        return bool(has_jobs or self.mended_keys)
 
 
 class JobEnd(Enum):
@@ -196,19 +198,21 @@ class JobReport:
         if lost:
             self.lost_loads.add(request_id)
 
-    def merge(self, other: JobReport) -> JobReport:
-        """Return both reports as one; the order of merging does not matter."""
-        merged = JobReport(
-            staged=self.staged + other.staged,
-            ended={job_id: Counter(ends) for job_id, ends in self.ended.items()},
-            failed_loads=dict(self.failed_loads),
-            lost_loads=self.lost_loads | other.lost_loads,
-            bad_keys=self.bad_keys | other.bad_keys,
-            mended_keys=self.mended_keys | other.mended_keys,
-            counters=self.counters + other.counters,
-        )
+    def absorb(self, other: JobReport) -> None:
+        """Take another report in; the order in which reports are taken in does not matter."""
+        self.staged.update(other.staged)
         for job_id, ends in other.ended.items():
-            merged.ended.setdefault(job_id, Counter()).update(ends)
+            self.ended.setdefault(job_id, Counter()).update(ends)
         for request_id, token in other.failed_loads.items():
-            merged.fail_load(request_id, token)
+            self.fail_load(request_id, token)
+        self.lost_loads |= other.lost_loads
+        self.bad_keys |= other.bad_keys
+        self.mended_keys |= other.mended_keys
+        self.counters.update(other.counters)
+
+    def merge(self, other: JobReport) -> JobReport:
+        """Return both reports as one, and leave them as they are."""
+        merged = JobReport()
+        merged.absorb(self)
+        merged.absorb(other)
         return merged

@@ -84,6 +84,9 @@ class PoolScheduler:
         self._cancelled_loads: list[int] = []
         self._failed_loads: dict[str, int] = {}
         """Loads that failed on some rank and have not ended on all: the first unproven token."""
+        self._num_ranks = num_ranks
+        self._mended_keys: set[str] = set()
+        """What ranks have told to be whole again since the last step, for all ranks."""
 
     def __repr__(self) -> str:
         states = Counter(tracker.state.value for tracker in self._trackers.values())
@@ -262,7 +265,9 @@ class PoolScheduler:
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
-        return StepOutcome(StepPlan(prefixes, tuple(stores), loads, cancelled), pins)
+        mended, self._mended_keys = tuple(self._mended_keys), set()
+        plan = StepPlan(prefixes, tuple(stores), loads, cancelled, mended)
+        return StepOutcome(plan, pins)
 
     def _save(
         self, scheduled: Scheduled, hand_offs: Sequence[HandOff], now_s: float
@@ -316,6 +321,9 @@ class PoolScheduler:
         """
         if report.counters:
             self.counters.update(report.counters)
+        if self._num_ranks > 1 and report.mended_keys:
+            # Only these: a rank that cannot read must not make others replace what is whole.
+            self._mended_keys |= report.mended_keys - report.bad_keys
         for request_id, token in report.failed_loads.items():
             self._on_load_failed(request_id, token, now_s, lost=request_id in report.lost_loads)
         return self._saving.on_report(report, now_s)

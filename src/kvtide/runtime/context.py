@@ -39,7 +39,7 @@ class RankContext:
         layouts = self.memory.layout.groups
         num_values = [group.values_per_block for group in layouts]
         assert num_values == [len(parts) for parts in self.role.parts], f"{self.role} {layouts}"
-        object.__setattr__(self, "bad_keys", BadKeys(self.limits.max_bad_keys))
+        object.__setattr__(self, "bad_keys", BadKeys(self.limits.max_bad_keys, self.clock))
 
     @property
     def row_bytes(self) -> list[int]:

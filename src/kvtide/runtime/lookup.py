@@ -23,21 +23,29 @@ from kvtide.stores.base import Store
 
 MAX_PENDING = 4096
 """Lookups submitted and not taken yet; beyond, a lookup is a miss at once."""
+LIMIT_TIMEOUTS = 10
+"""A lookup that goes on finding something may take this many times its timeout, and no longer."""
 MAX_ROUND_KEYS = 2048
 """Keys of one ``exists`` call; one lookup's batch is never split."""
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """One lookup: ``keys`` are what it waits for, ``hit`` its answer once there is one."""
+    """One lookup: ``keys`` are what it waits for, ``hit`` its answer once there is one.
+
+    ``found_s`` is when the store last had some of its keys: ``deadline_s`` then moves on, but not
+    past ``limit_s``.
+    """
 
     query: LookupQuery
     namespace: str
     deadline_s: float
+    limit_s: float
     questions: Questions | None = None
     keys: Sequence[str] = ()
     hit: LookupHit | None = None
     is_cancelled: bool = False
+    found_s: float | None = None
 
 
 def miss(query: LookupQuery) -> LookupHit:
@@ -64,7 +72,7 @@ class LookupExecutor:
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
     ) -> None:
-        self.bad_keys = BadKeys(max_bad_keys)
+        self.bad_keys = BadKeys(max_bad_keys, clock)
         self._store = store
         self._boundaries = boundaries
         self._databases_for = databases_for
@@ -85,7 +93,8 @@ class LookupExecutor:
     def submit(self, ticket: int, query: LookupQuery, namespace: str) -> None:
         """Begin a lookup under ``ticket``, replacing one of the same ticket."""
         now_s = self._clock()
-        entry = _Entry(query, namespace, now_s + self._timeout_s)
+        timeout_s = self._timeout_s
+        entry = _Entry(query, namespace, now_s + timeout_s, now_s + LIMIT_TIMEOUTS * timeout_s)
         with self._ready:
             self._drop(ticket)
             num_pending = max(len(self._entries), len(self._active))
@@ -102,7 +111,8 @@ class LookupExecutor:
     def take(self, ticket: int) -> LookupHit | None:
         """Return the answer and forget the ticket; ``None`` while there is none yet.
 
-        After ``timeout_s`` the answer is a miss. An unknown ticket is a miss from token 0.
+        After ``timeout_s`` in which nothing was found the answer is a miss. An unknown ticket is a
+        miss from token 0.
         """
         now_s = self._clock()
         with self._ready:
@@ -116,6 +126,12 @@ class LookupExecutor:
             if hit is not None:
                 self._drop(ticket)
             return hit
+
+    def last_found_s(self, ticket: int) -> float | None:
+        """Return when the store last had some of a lookup's keys; ``None`` if it has not."""
+        with self._ready:
+            entry = self._entries.get(ticket)
+            return None if entry is None else entry.found_s
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup whose answer nobody wants any more; harmless if there is none."""
@@ -257,7 +273,11 @@ class LookupExecutor:
                 )
                 entry.keys = next(entry.questions)
             else:
-                entry.keys = entry.questions.send([answers[key] for key in entry.keys])
+                found = [answers[key] for key in entry.keys]
+                if any(found):
+                    entry.found_s = now_s = self._clock()
+                    entry.deadline_s = min(now_s + self._timeout_s, entry.limit_s)
+                entry.keys = entry.questions.send(found)
                 with self._ready:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)

@@ -307,14 +307,13 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             task.fence.wait()
         if not self._ledger.advance(task, Phase.COPYING):
             return False
-        num_bytes = 0
+        num_bytes = num_values = 0
         for run in part.runs:
             rows = run.rows.divided(self._num_parts[run.group_id])
             self._memory.write(run.group_id, run.block_ids, self._slab.view(rows))
+            num_values += rows.num_rows
             num_bytes += self._memory.layout.groups[run.group_id].payload_bytes * rows.num_rows
-        self._ledger.count(
-            {"loaded_chunks": sum(len(run.chunks) for run in part.runs), "loaded_bytes": num_bytes}
-        )
+        self._ledger.count({"loaded_chunks": num_values, "loaded_bytes": num_bytes})
         return self._ledger.advance(task, Phase.IN_STORE)
 
 

@@ -102,6 +102,7 @@ class PoolWorker:
         if not plan:
             return
         self._databases.learn(plan.prefixes)
+        self.bad_keys.discard(plan.mended_keys)
         now_s = self._clock()
         for load in plan.loads:
             unproven = first_token(load, self._databases.block_sizes)

@@ -274,8 +274,8 @@ class ScriptedEngine:
         for request, _ in decisions.scheduled:
             self._take_tokens(request, sampled[request.request_id])
         unpinned = self.scheduler.on_report(output.report, self.clock())
-        self.lookups.bad_keys.add(output.report.bad_keys)
         self.lookups.bad_keys.discard(output.report.mended_keys)
+        self.lookups.bad_keys.add(output.report.bad_keys)
         self.pool.free(unpinned)
         self.pinned.subtract(unpinned)
         for request_id in output.finished_loads:

@@ -29,6 +29,8 @@ class ManualLookups:
         self.immediate = immediate
         self.submitted: dict[int, tuple[LookupQuery, str]] = {}
         self.cancelled: list[int] = []
+        self.found_s: dict[int, float] = {}
+        """When the lookups under way last found something, for a test to say."""
         self._coordinator = coordinator
         self._exists = exists
         self._parts = parts
@@ -43,6 +45,10 @@ class ManualLookups:
     def take(self, ticket: int) -> LookupHit | None:
         """Return the result once, if it is there."""
         return self._answers.pop(ticket, None)
+
+    def last_found_s(self, ticket: int) -> float | None:
+        """Return what the test has said."""
+        return self.found_s.get(ticket)
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup."""

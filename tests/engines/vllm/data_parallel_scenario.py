@@ -17,9 +17,12 @@ from typing import Any
 
 from tests.engines.vllm.engines import BLOCK, prompt_of
 from tests.engines.vllm.environment import report, run_script
-
-PROMPT_TOKENS = 500
-NUM_OUTPUT_TOKENS = 24
+from tests.engines.vllm.ranks_scenario import (
+    NUM_OUTPUT_TOKENS,
+    PATIENT,
+    PROMPT_TOKENS,
+    cores_of,
+)
 
 
 def run(model: Path, store: str, stats_path: str = "") -> list[dict[str, Any]]:
@@ -65,7 +68,11 @@ async def _run(model: str, store: str, stats_path: str) -> list[dict[str, Any]]:
             "kv_connector": "KVTideConnector",
             "kv_connector_module_path": "kvtide.engines.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": store, "stats_path": stats_path},
+            "kv_connector_extra_config": {
+                "store": store,
+                "stats_path": stats_path,
+                **PATIENT,
+            },
         }
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -97,8 +104,7 @@ async def _run(model: str, store: str, stats_path: str) -> list[dict[str, Any]]:
 def main(model: str, store: str, stats_path: str) -> None:
     """Run the scenario; read the counters when both engines have stopped."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+    os.environ.update(cores_of(2))
     answers = asyncio.run(_run(model, store, stats_path))
     for dp_rank, answer in enumerate(answers):
         path = Path(f"{stats_path}.dp{dp_rank}" if dp_rank else stats_path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from kvtide.stores.mooncake_package import program_environment
 from kvtide.testing.mooncake import MooncakePool
 from tests.engines.vllm.environment import ENVIRONMENT
 
@@ -60,6 +61,7 @@ class InTreeEngine:
         options: Mapping[str, Any],
         *,
         policy: str = "fail",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in close
         self._said: list[str] = []
@@ -70,11 +72,13 @@ class InTreeEngine:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.vllm.in_tree_engine", str(model), everything],
             env={
-                **os.environ,
+                # Ranks of several are processes that import Mooncake without kvtide's help.
+                **program_environment(),
                 **ENVIRONMENT,
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "PYTHONPATH": path,
                 "MOONCAKE_CONFIG_PATH": str(config),
+                **(environment or {}),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

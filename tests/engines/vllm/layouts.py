@@ -11,9 +11,12 @@ import torch
 
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import translate_groups
-from tests.engines.vllm.configs import attention_spec, state_spec
+from tests.engines.vllm.configs import attention_spec, cache_config, state_spec
 
 LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+"""Those in which a block's heads lie together."""
+
+ALL_LAYOUTS = [*LAYOUTS, "LHBNC", "BHLNC"]
 
 
 def window(**changes: Any) -> Any:
@@ -45,6 +48,17 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
         attention_spec("MLAAttentionSpec", head_size=64),
     ],
 }
+
+
+def planned(spec: Any, num_layers: int, layout: str, num_blocks: int = 64) -> Any:
+    """Return the plan of one group, whose strides are those of ``layout``."""
+    from vllm.v1.kv_cache_interface import compute_layout_strides
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    config = cache_config((spec, num_layers), num_blocks=num_blocks)
+    strides = compute_layout_strides(spec, num_blocks, num_layers, KVCacheLayout[layout])
+    config.kv_cache_tensors[0].layer_stride, config.kv_cache_tensors[0].block_stride = strides[:2]
+    return config
 
 
 def plan_caches(config: Any, specs: list[Any], layout: str) -> Any:

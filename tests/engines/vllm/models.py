@@ -48,6 +48,7 @@ class Recipe:
 
 RECIPES = {
     "llama": Recipe("LlamaConfig", "LlamaForCausalLM"),
+    "llama-one-head": Recipe("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 1}),
     "llama-32": Recipe(
         "LlamaConfig",
         "LlamaForCausalLM",

@@ -10,11 +10,11 @@ import pytest
 from kvtide.config import PoolConfig
 from kvtide.core.topology import ParallelSizes, Part, RankPlace, Split
 from kvtide.engines.vllm import features
-from kvtide.engines.vllm.ranks import RankPlan, plan_ranks, this_rank, total_kv_heads
+from kvtide.engines.vllm.ranks import RankPlan, Sharing, plan_ranks, this_rank, total_kv_heads
 from kvtide.errors import ConfigError
 from tests.engines.vllm.configs import attention_spec, engine_of, state_spec, uniform
 
-MLA = attention_spec("MLAAttentionSpec")
+MLA = attention_spec("MLAAttentionSpec", max_tp_shards=1)
 
 
 def heads(count: int, **changes: Any) -> Any:
@@ -51,12 +51,18 @@ def test_one_rank_asks_nothing_of_the_model() -> None:
         (heads(1), 8, 2, 2),
         (heads(1), 8, 1, 1),
         (MLA, 8, 128, 1),
-        (uniform(MLA, attention_spec("MLAAttentionSpec", head_size=128)), 4, 128, 1),
+        (
+            uniform(MLA, attention_spec("MLAAttentionSpec", head_size=128, max_tp_shards=1)),
+            4,
+            128,
+            1,
+        ),
         (attention_spec("SlidingWindowSpec", num_kv_heads=1, sliding_window=64), 8, 4, 4),
         (state_spec(), 8, 2, 8),
         (state_spec(tp_replicated=True), 8, 2, 1),
         (uniform(MLA, heads(1)), 8, 2, 2),
         (uniform(MLA, heads(2)), 8, 2, 8),
+        (attention_spec("MLAAttentionSpec"), 8, 128, 8),
     ],
 )
 def test_ranks_hold_copies_where_heads_are_fewer_and_of_latent_caches(
@@ -84,8 +90,8 @@ def test_models_whose_layers_may_have_other_numbers_of_heads_hold_no_copies(
     assert total_kv_heads(engine_of(ParallelSizes(tp_size=8), **model)) is None
     assert plan(heads(1), tp_size=8, engine=model).topology.splits == (Split(8),)
     found = plan(heads(1), tp_size=8, engine=model, options={"store_tp_size": 8})
-    assert found.shared_shards is None
-    assert "different numbers of KV heads" in str(found.describe(8))
+    assert found.sharing.shards is None
+    assert "different numbers of KV heads" in found.sharing.describe(8, (0, 1))
 
 
 def test_a_draft_model_with_other_heads_makes_them_uncertain() -> None:
@@ -118,6 +124,13 @@ def test_context_parallel_ranks_hold_other_tokens() -> None:
     assert state.splits == (Split(4),)
 
 
+def test_uncertain_heads_and_divided_tokens_are_each_ranks_own() -> None:
+    """A key for each rank holds whatever it has."""
+    model = {"swa_num_key_value_heads": 2}
+    found = plan(heads(1), total_kv_heads=4, tp_size=8, dcp_size=2, engine=model).topology
+    assert found.splits == (Split(8),)
+
+
 # ------------------------------------------------------------------- one pool for many sizes
 
 
@@ -129,13 +142,13 @@ def test_engines_of_every_size_store_the_same_parts(
     found = plan(
         heads(local_heads), MLA, tp_size=tp_size, total_kv_heads=4, options={"store_tp_size": 8}
     )
-    assert found.shared_shards == (4, 1)
+    assert found.sharing.shards == (4, 1)
     assert found.topology.parts(0) == tuple(Part(0, shard) for shard in range(4))
     assert found.topology.parts(1) == (Part(),)
     assert len(found.topology.parts_held(0, 0)) == parts
-    line = str(found.describe(8))
+    line = found.sharing.describe(8, (0, 3))
     assert "KV cache group 0 in 4 shards" in line
-    assert "KV cache group 1 in 1 shard of" in line
+    assert "KV cache group 3 in 1 shard of" in line
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,7 @@ def test_engines_of_every_size_store_the_same_parts(
         ((heads(3),), {"tp_size": 2}, 4, "has 6 KV heads, which 4 shards do not divide"),
         ((uniform(heads(3), heads(2)),), {"tp_size": 2}, 2, "different numbers of KV heads"),
         ((uniform(MLA, heads(1)),), {"tp_size": 6}, 6, "layers with heads, and others without"),
-        ((heads(3, num_head_slots=4),), {"tp_size": 2}, 2, "packs several heads"),
+        ((heads(3, num_head_slots=4),), {"tp_size": 2}, 2, "packs its heads"),
         ((MLA,), {"tp_size": 4, "dcp_size": 2}, 4, "context parallel"),
         ((MLA,), {"tp_size": 2, "pcp_size": 2}, 4, "context parallel"),
     ],
@@ -156,15 +169,13 @@ def test_what_cannot_be_shared_is_kept_apart_and_says_why(
     """The engine runs, with a pool for engines of its own size."""
     total = 4 if len(specs) == 2 else 6
     found = plan(*specs, total_kv_heads=total, options={"store_tp_size": store_tp_size}, **sizes)
-    assert found.shared_shards is None
-    assert reason in str(found.describe(store_tp_size))
+    assert found.sharing.shards is None
+    assert reason in found.sharing.describe(store_tp_size, (0, 1))
 
 
 def test_without_the_option_nothing_is_said() -> None:
     """It is opt-in."""
-    found = plan(heads(1), tp_size=2)
-    assert found.shared_shards is None
-    assert found.describe(0) is None
+    assert plan(heads(1), tp_size=2).sharing == Sharing()
 
 
 # ------------------------------------------------------------------- refusals
@@ -184,6 +195,15 @@ def test_prefill_context_parallel_hybrids_are_refused() -> None:
         plan(MLA, MLA, pcp_size=2)
     with pytest.raises(ConfigError, match="cannot be used with key_format"):
         plan(MLA, pcp_size=2, options={"key_format": "vllm"})
+
+
+def test_ranks_that_divide_heads_in_an_unknown_way_and_tokens_are_refused() -> None:
+    """Prefill-context parallel ranks have no keys of their own, but would have other tokens."""
+    latent = attention_spec("MLAAttentionSpec")
+    with pytest.raises(ConfigError, match="does not tell how its heads are divided"):
+        plan(latent, total_kv_heads=128, tp_size=2, pcp_size=2, dcp_size=2)
+    plan(MLA, total_kv_heads=128, tp_size=2, pcp_size=2, dcp_size=2)
+    plan(latent, total_kv_heads=128, tp_size=2, pcp_size=2)
 
 
 def test_layers_of_which_vllms_own_connector_stores_false_copies_are_refused() -> None:

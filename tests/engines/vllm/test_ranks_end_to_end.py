@@ -1,26 +1,30 @@
-"""Real vLLM engines of several ranks share a pool: tensor, pipeline and data parallel."""
+"""Real vLLM engines of several ranks share a pool: tensor, pipeline and data parallel.
+
+``make ranks`` runs more of them, and prints a table.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtide.stores import open_store
 from kvtide.testing import Arena
 from tests.engines.vllm import data_parallel_scenario
-from tests.engines.vllm.engines import BLOCK, engine
+from tests.engines.vllm.engines import BLOCK
 from tests.engines.vllm.models import build
-from tests.engines.vllm.pools import ON_EACH_STORE
-from tests.engines.vllm.ranks_scenario import PATIENT, PROMPT_TOKENS, Answer, RanksRun, ask, run
+from tests.engines.vllm.pools import pool_of
+from tests.engines.vllm.ranks_lab import ask_one_rank, present
+from tests.engines.vllm.ranks_scenario import PROMPT_TOKENS, Answer, RanksRun, run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 NUM_CHUNKS = PROMPT_TOKENS // BLOCK
 LOADED = NUM_CHUNKS * BLOCK
-SHARED = {"store_tp_size": 2}
 FIRST, SECOND, HOLED, SPOILED = range(4)
 
 
@@ -38,79 +42,95 @@ def expected(llama: Path) -> dict[int, list[int]]:
     return {seed: answer.tokens for seed, answer in answers.items()}
 
 
-def ask_one_rank(model: Path, url: str, seed: int, **arguments: Any) -> Answer:
-    """Let an engine of one rank, in this process, answer a prompt."""
-    with engine(model, url, options={**PATIENT, **SHARED}, **arguments) as one:
-        return ask(one, seed)
+# ------------------------------------------------------------ one pool for one rank and for two
+# Engines run in fixtures, so that no single test lasts long.
 
 
-def num_present(url: str, keys: list[str]) -> int:
-    """How many of these keys a pool has."""
-    with closing(open_store(url)) as store:
-        return sum(store.exists(keys))
+@pytest.fixture(scope="module", params=["local", "mooncake"])
+def shared_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A pool for both sizes."""
+    with pool_of(request.param, request) as url:
+        yield url
 
 
-@ON_EACH_STORE
-def test_tensor_parallel_sizes_share_a_pool(
-    llama: Path, pool_url: str, expected: dict[int, list[int]]
+@pytest.fixture(scope="module")
+def one_rank(llama: Path, shared_url: str) -> RanksRun:
+    """An engine of one rank, whose values engines of two can read."""
+    return RanksRun(str(llama), shared_url, options={"store_tp_size": 2})
+
+
+@pytest.fixture(scope="module")
+def stored_by_one(one_rank: RanksRun) -> Answer:
+    """One rank answered the second prompt, before anybody else."""
+    return ask_one_rank(replace(one_rank, seeds=(SECOND,)))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(one_rank: RanksRun, stored_by_one: Answer) -> dict[int, Answer]:
+    """Then two ranks answered both prompts, and both again with zeros for what is loaded."""
+    assert stored_by_one.num_cached_tokens == 0
+    return run(replace(one_rank, tp_size=2, seeds=(FIRST, SECOND), zeros=True))
+
+
+def test_one_rank_stores_a_value_for_each_shard(
+    stored_by_one: Answer, expected: dict[int, list[int]]
 ) -> None:
-    """Two ranks load what two and what one have stored, and one what two have; tokens are equal."""
-    alone = ask_one_rank(llama, pool_url, SECOND)
-    assert alone.tokens == expected[SECOND]
-    assert alone.counters["saved_chunks"] == 2 * NUM_CHUNKS, "one value for each shard"
-    cold = run(RanksRun(str(llama), pool_url, tp_size=2, seeds=(FIRST, SECOND), options=SHARED))
-    assert cold[FIRST].tokens == expected[FIRST]
-    assert cold[FIRST].num_cached_tokens == 0
-    assert cold[FIRST].counters["saved_bytes"] > 0
-    for keys in cold[FIRST].keys.values():
-        assert num_present(pool_url, keys) == NUM_CHUNKS, "every rank stored its part"
-    assert cold[SECOND].tokens == expected[SECOND]
-    assert cold[SECOND].num_cached_tokens == LOADED, "what one rank has stored"
-    assert cold[SECOND].counters.get("saved_bytes", 0) == 0
-    warm = run(RanksRun(str(llama), pool_url, tp_size=2, options=SHARED))[FIRST]
+    """As finely cut as the larger engine's."""
+    assert stored_by_one.tokens == expected[SECOND]
+    assert stored_by_one.counters["saved_chunks"] == 2 * NUM_CHUNKS
+
+
+def test_two_ranks_load_what_one_has_stored_and_store_each_its_own_part(
+    shared_url: str, two_ranks: dict[int, Answer], expected: dict[int, list[int]]
+) -> None:
+    """The control: with zeros for what is loaded the tokens differ."""
+    cold, warm = two_ranks[FIRST], two_ranks[SECOND]
+    assert (cold.tokens, cold.num_cached_tokens) == (expected[FIRST], 0)
+    assert present(shared_url, cold) == [[NUM_CHUNKS, NUM_CHUNKS]]
+    assert [rank["saved_chunks"] for rank in cold.by_rank] == [NUM_CHUNKS, NUM_CHUNKS]
+    assert (warm.tokens, warm.num_cached_tokens) == (expected[SECOND], LOADED)
+    assert warm.counters.get("saved_bytes", 0) == 0
+    assert warm.tokens_of_zeros != expected[SECOND]
+
+
+def test_two_ranks_load_what_two_have_stored(
+    one_rank: RanksRun, two_ranks: dict[int, Answer], expected: dict[int, list[int]]
+) -> None:
+    """In a fresh process, which asks for no key twice."""
+    assert two_ranks[FIRST].counters["saved_bytes"] > 0
+    warm = run(replace(one_rank, tp_size=2))[FIRST]
     assert (warm.tokens, warm.num_cached_tokens) == (expected[FIRST], LOADED)
     assert warm.counters["looked_up_keys"] == 2 * NUM_CHUNKS
-    other = ask_one_rank(llama, pool_url, FIRST)
-    assert (other.tokens, other.num_cached_tokens) == (expected[FIRST], LOADED)
 
 
-def test_with_zeros_for_what_other_sizes_stored_the_tokens_differ(
-    llama: Path, pool_url: str, expected: dict[int, list[int]]
+def test_one_rank_loads_what_two_have_stored(
+    one_rank: RanksRun, two_ranks: dict[int, Answer], expected: dict[int, list[int]]
 ) -> None:
-    """The control: both directions really read what they load."""
-    assert ask_one_rank(llama, pool_url, SECOND).tokens == expected[SECOND]
-    two = run(
-        RanksRun(
-            str(llama),
-            pool_url,
-            tp_size=2,
-            seeds=(FIRST, SECOND),
-            options=SHARED,
-            zeros=True,
-        )
-    )
-    assert two[FIRST].tokens == expected[FIRST], "nothing was loaded"
-    assert two[SECOND].num_cached_tokens == LOADED
-    assert two[SECOND].tokens != expected[SECOND]
-    alone = ask_one_rank(llama, pool_url, FIRST, module="tests.engines.vllm.zeroing_connector")
-    assert alone.num_cached_tokens == LOADED
-    assert alone.tokens != expected[FIRST]
+    """The control: with zeros for what is loaded the tokens differ."""
+    assert two_ranks[FIRST].counters["saved_bytes"] > 0
+    warm = ask_one_rank(replace(one_rank, zeros=True))
+    assert (warm.tokens, warm.num_cached_tokens) == (expected[FIRST], LOADED)
+    assert warm.tokens_of_zeros != expected[FIRST]
+
+
+# ------------------------------------------------------------ engines of one size
 
 
 def test_a_hit_ends_where_any_rank_lacks_its_part_and_a_bad_part_fails_the_load_once(
     llama: Path, pool_url: str, expected: dict[int, list[int]]
 ) -> None:
     """The other rank's parts are all there; both ranks act on one length."""
-    cold = run(RanksRun(str(llama), pool_url, tp_size=2, seeds=(HOLED, SPOILED)))
+    case = RanksRun(str(llama), pool_url, tp_size=2, seeds=(HOLED, SPOILED))
+    cold = run(case)
     with closing(open_store(pool_url)) as store:
-        [_, second_part] = cold[HOLED].keys.values()
+        [[_, second_part]] = cold[HOLED].keys
         store.remove([second_part[7]])
-        [_, second_part] = cold[SPOILED].keys.values()
+        [[_, second_part]] = cold[SPOILED].keys
         arena = Arena(store)
         num_bytes = cold[SPOILED].counters["saved_bytes"] // (2 * NUM_CHUNKS)
         store.remove([second_part[5]])
         arena.put([(second_part[5], bytes(num_bytes))])
-    warm = run(RanksRun(str(llama), pool_url, tp_size=2, seeds=(HOLED, SPOILED)))
+    warm = run(case)
     assert warm[HOLED].tokens == expected[HOLED]
     assert warm[HOLED].num_cached_tokens == 7 * BLOCK
     assert warm[SPOILED].tokens == expected[SPOILED]
@@ -127,11 +147,10 @@ def test_pipeline_stages_store_and_load_their_own_layers(
     case = RanksRun(str(llama), pool_url, pp_size=2)
     cold = run(case)[FIRST]
     assert (cold.tokens, cold.num_cached_tokens) == (expected[FIRST], 0)
-    assert len(cold.keys) == 2
-    for keys in cold.keys.values():
-        assert num_present(pool_url, keys) == NUM_CHUNKS
-    warm = run(case)[FIRST]
+    assert present(pool_url, cold) == [[NUM_CHUNKS, NUM_CHUNKS]]
+    warm = run(replace(case, zeros=True))[FIRST]
     assert (warm.tokens, warm.num_cached_tokens) == (expected[FIRST], LOADED)
+    assert warm.tokens_of_zeros != expected[FIRST]
 
 
 def test_data_parallel_engines_share_a_pool_and_no_file(

@@ -18,6 +18,7 @@ from kvtide.errors import UnsupportedModelError
 from tests.engines.vllm.configs import attention_spec, cache_config, uniform
 from tests.engines.vllm.in_tree import rank_local_layout
 from tests.engines.vllm.layouts import (
+    ALL_LAYOUTS,
     MODELS,
     allocate,
     check_all_groups,
@@ -27,7 +28,6 @@ from tests.engines.vllm.layouts import (
     window,
 )
 
-ALL_LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 HEADS_APART = [
     ("gpt-oss", "BHLNC"),
     ("LFM2", "LHBNC"),
@@ -122,6 +122,16 @@ def test_every_group_has_the_bytes_of_all_layers() -> None:
     assert [group.segment_bytes for group in blocks.layout.groups] == [(8192, 8192)] * 2
     check_against_in_tree(blocks, caches, config.num_blocks)
     check_all_groups(blocks, raw, config)
+
+
+def test_a_group_without_layers_here_has_the_bytes_of_the_others() -> None:
+    """That connector asks no pipeline stage which groups it has layers of."""
+    config = cache_config((attention_spec(), 2), (window(), 0))
+    del config.kv_cache_tensors[1:]
+    _, caches = allocate(config, "LBHNC")
+    blocks = raw_blocks(caches, config, (0, 1))
+    assert [group.segment_bytes for group in blocks.layout.groups] == [(8192, 8192)] * 2
+    check_against_in_tree(blocks, caches, config.num_blocks)
 
 
 def test_layers_of_a_group_outside_prefix_caching_do_not_count() -> None:

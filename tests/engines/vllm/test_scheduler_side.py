@@ -12,7 +12,7 @@ import pytest
 from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
-from kvtide.core.topology import ParallelSizes, Topology
+from kvtide.core.topology import ParallelSizes
 from kvtide.engines.lora import AdapterDigests
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake
@@ -47,14 +47,14 @@ class Manager:
     block_pool = Pool()
 
 
-def side(topology: Topology | None = None, **options: object) -> SchedulerSide:
+def side(sizes: ParallelSizes | None = None, **options: object) -> SchedulerSide:
     """A scheduler side that knows its cache manager."""
     config = PoolConfig.from_mapping(options)
     names: Names = IdentityNames("", {"weights": "w"}, "")
     if config.key_format == "vllm":
         names = ModelNames(config.cache_prefix, "/models/final")
     half = SchedulerSide(
-        config, PLAN, FORMATS[config.key_format], names, MemoryStore(), topology=topology
+        config, PLAN, FORMATS[config.key_format], names, MemoryStore(), sizes=sizes
     )
     half.bind(Manager())
     return half
@@ -79,13 +79,10 @@ def test_budgets_below_one_block_are_refused_together() -> None:
 
 def test_ranks_that_lay_bytes_out_differently_are_refused() -> None:
     """Their values would not be exchangeable under one key."""
-    two = Topology.undivided(1, ParallelSizes(tp_size=2))
-    half = side(topology=two)
+    half = side(ParallelSizes(tp_size=2))
     first, second = layout(4096), layout(4096, "other")
     with pytest.raises(ConfigError, match="differently"):
-        half.agree_on_layouts(
-            [replace(first, rank=0, topology=two), replace(second, rank=1, topology=two)]
-        )
+        half.agree_on_layouts([first, replace(second, rank=1)])
     with pytest.raises(ConfigError, match="list KVTideConnector first"):
         half.agree_on_layouts([])
     half.close()

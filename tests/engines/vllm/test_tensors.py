@@ -17,9 +17,9 @@ from kvtide.engines.vllm import tensors
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.errors import UnsupportedModelError
 from tests.engines.vllm.configs import attention_spec, cache_config, state_spec
+from tests.engines.vllm.layouts import ALL_LAYOUTS, planned
 
 NUM_BLOCKS = 64
-LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
 def allocate(config: Any, layout: str = "LBHNC", kernel: int | None = None) -> Any:
@@ -45,17 +45,6 @@ def allocate(config: Any, layout: str = "LBHNC", kernel: int | None = None) -> A
 def allocation_bytes(config: Any) -> int:
     """Return the size of the one allocation behind all groups."""
     return max(tensor.size for tensor in config.kv_cache_tensors)
-
-
-def planned(layout: str, spec: Any, layers: int) -> Any:
-    """Return a plan whose strides are those of ``layout``."""
-    from vllm.v1.kv_cache_interface import compute_layout_strides
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    config = cache_config((spec, layers), num_blocks=NUM_BLOCKS)
-    strides = compute_layout_strides(spec, NUM_BLOCKS, layers, KVCacheLayout[layout])
-    config.kv_cache_tensors[0].layer_stride, config.kv_cache_tensors[0].block_stride = strides[:2]
-    return config
 
 
 def random_rows(blocks: TensorBlocks, count: int, group: int = 0, tail: int = 24) -> Any:
@@ -86,11 +75,11 @@ def round_trip(blocks: TensorBlocks, raw: torch.Tensor, group: int = 0) -> None:
     assert payload * len(ids) * 0.9 < changed <= payload * len(ids)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
 def test_every_layout_of_the_engine_round_trips(layout: str, kind: str) -> None:
     """Attention and latent caches, in every order of dimensions the engine knows."""
-    config = planned(layout, attention_spec(kind), 3)
+    config = planned(attention_spec(kind), 3, layout)
     raw, caches = allocate(config, layout)
     round_trip(TensorBlocks(caches, config, [0]), raw)
 
@@ -188,7 +177,7 @@ def test_layers_of_one_allocation_are_copied_as_one() -> None:
 
 def layout_of(layout: str, traits: str = "", **spec: Any) -> Any:
     """Return the layout two layers of these settings have."""
-    config = planned(layout, attention_spec(**spec), 2)
+    config = planned(attention_spec(**spec), 2, layout)
     _, caches = allocate(config, layout)
     return TensorBlocks(caches, config, [0], dict.fromkeys(caches, traits)).layout
 
@@ -286,7 +275,7 @@ def test_a_device_that_is_not_known_is_refused() -> None:
     config = cache_config((attention_spec(), 1))
     name = config.kv_cache_groups[0].layer_names[0]
     tensor = torch.zeros(NUM_BLOCKS, 2, 32, 64, dtype=torch.bfloat16)
-    segment = tensors._segment_of(tensor, NUM_BLOCKS, 8192)
+    segment = tensors._segment_of(tensor, 8192, num_blocks=NUM_BLOCKS)
     assert segment.num_bytes == 8192
     assert "meta" in tensors._device_faults({torch.device("meta")})[0]
     assert not tensors._device_faults(set()), "then every layer has a fault of its own"
@@ -335,12 +324,12 @@ def test_host_work_is_done_at_its_fence() -> None:
     blocks.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_the_devices_indexing_agrees_with_the_hosts(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy made for devices, run on host tensors in small parts, moves the same bytes."""
-    config = planned(layout, attention_spec(), 3)
+    config = planned(attention_spec(), 3, layout)
     _, caches = allocate(config, layout)
     host = TensorBlocks(caches, config, [0])
     monkeypatch.setattr(rows_module, "HostRows", rows_module.TorchRows)

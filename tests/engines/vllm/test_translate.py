@@ -309,6 +309,21 @@ def test_all_faults_are_told_at_once(config: Any) -> None:
     assert len(faults) == 3
 
 
+def test_an_executor_that_drops_reports_is_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pipeline stages Ray's older one hands on the last one's report: loads would never end."""
+    from vllm import envs
+
+    config.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
+    assert check_engine(config) == []
+    config.parallel_config.pipeline_parallel_size = 2
+    assert "--distributed-executor-backend mp" in check_engine(config)[0]
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True, raising=False)
+    assert check_engine(config) == []
+
+
 def test_scales_measured_at_run_time_are_refused(config: Any) -> None:
     """Releases that measure KV cache scales anew in each process write bytes of their own."""
     cache = SimpleNamespace(

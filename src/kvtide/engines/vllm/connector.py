@@ -61,15 +61,15 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
             features.require_recompute(vllm_config)
             engine_index = features.data_parallel_index(vllm_config)
             config = replace(config, stats_path=path_of(config.stats_path, engine_index))
-            names = pool_format.names(config, vllm_config, plan, ranks)
-            if line := ranks.describe(config.store_tp_size):
-                logger.info("%s", line)
-            with _opened(url_for_lookups(config.store)) as store:
+            names = pool_format.names(config, vllm_config, plan)
+            with _opened(url_for_lookups(config.store), "the scheduler") as store:
                 self._scheduler_side = SchedulerSide(
-                    config, plan, pool_format, names, store, topology=ranks.topology
+                    config, plan, pool_format, names, store, sizes=ranks.topology.sizes
                 )
         else:
-            with _opened(config.store) as store:
+            sizes = ranks.topology.sizes
+            rank = this_rank(sizes)
+            with _opened(config.store, f"rank {rank} of {sizes.num_ranks}") as store:
                 self._worker_side = WorkerSide(
                     config,
                     plan,
@@ -77,8 +77,8 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
                     vllm_config,
                     kv_cache_config,
                     store,
-                    topology=ranks.topology,
-                    rank=this_rank(ranks.topology.sizes),
+                    ranks=ranks,
+                    rank=rank,
                 )
 
     # ------------------------------------------------------------------ both
@@ -284,10 +284,10 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 @contextlib.contextmanager
-def _opened(url: str) -> Iterator[Store]:
+def _opened(url: str, who: str) -> Iterator[Store]:
     """Open a store for the block to hand on; where the block raises, close it again."""
     store = open_store(url)
-    logger.info("kvtide %s saves to and loads from %s", __version__, url)
+    logger.info("kvtide %s in %s uses the store %s", __version__, who, url)
     try:
         yield store
     except BaseException:

@@ -242,6 +242,19 @@ def group_retains_longer_hits(group: Any) -> bool:
     )
 
 
+def loses_reports_of_stages(vllm_config: Any) -> bool:
+    """Tell whether the executor passes on what the last pipeline stage alone reports.
+
+    Ray's older one does: loads of which a stage's end is not heard would never end.
+    """
+    from vllm import envs
+
+    parallel = vllm_config.parallel_config
+    is_ray = getattr(parallel, "distributed_executor_backend", None) == "ray"
+    is_newer = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False)
+    return bool(is_ray and getattr(parallel, "pipeline_parallel_size", 1) > 1 and not is_newer)
+
+
 def data_parallel_index(vllm_config: Any) -> int:
     """Return the number of this engine among those that share its work (data parallel)."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)

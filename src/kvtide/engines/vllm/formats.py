@@ -16,7 +16,6 @@ from kvtide.core.topology import ParallelSizes
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.identity import engine_identity
 from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
-from kvtide.engines.vllm.ranks import RankPlan
 from kvtide.engines.vllm.raw_blocks import find_raw_blocks
 from kvtide.engines.vllm.tensors import BlockFinder, find_layers
 from kvtide.engines.vllm.translate import GroupPlan
@@ -35,21 +34,17 @@ class PoolFormat:
     keys: Callable[[ParallelSizes], KeyStyle]
     values: ValueFormat
     find_blocks: BlockFinder
-    names: Callable[[PoolConfig, Any, GroupPlan, RankPlan], Names]
+    names: Callable[[PoolConfig, Any, GroupPlan], Names]
     stores_dense: bool
 
 
-def _identity_names(
-    config: PoolConfig, vllm_config: Any, plan: GroupPlan, ranks: RankPlan
-) -> Names:
+def _identity_names(config: PoolConfig, vllm_config: Any, plan: GroupPlan) -> Names:
     version = config.weights_version
-    engine = engine_identity(
-        vllm_config, plan, ranks.shared_shards, weights_version=version or None
-    )
+    engine = engine_identity(vllm_config, plan, weights_version=version or None)
     return IdentityNames(config.cache_prefix, engine, version)
 
 
-def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan, __: RankPlan) -> Names:
+def _model_names(config: PoolConfig, vllm_config: Any, _: GroupPlan) -> Names:
     features.check_in_tree_form()
     return ModelNames(config.cache_prefix, vllm_config.model_config.model)
 

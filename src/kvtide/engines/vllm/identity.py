@@ -27,17 +27,11 @@ _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "mrope", "propor
 
 
 def engine_identity(
-    vllm_config: Any,
-    plan: GroupPlan,
-    shared_shards: Sequence[int] | None = None,
-    *,
-    weights_version: str | None = None,
-) -> dict[str, object]:
+    vllm_config: Any, plan: GroupPlan, *, weights_version: str | None = None
+) -> dict[str, Any]:
     """Return the engine part of the identity as JSON data.
 
-    Settings are given as digests: some releases keep credentials among them. ``shared_shards`` is
-    that of the :class:`~kvtide.engines.vllm.ranks.RankPlan`: with it, nothing tells of the tensor
-    parallel size.
+    Settings are given as digests: some releases keep credentials among them.
 
     Raises:
         ConfigError: the weights of the model, or of a draft model whose layers share its KV
@@ -56,9 +50,9 @@ def engine_identity(
         "additional": _additional_identity(vllm_config),
         "hash": features.hash_scheme(cache.prefix_caching_hash_algo),
         "hash_block_size": plan.hash_block_size,
-        "groups": list(plan.specs) if shared_shards is None else _of_all_heads(plan.specs),
+        "groups": list(plan.specs),
         "num_layers": list(plan.num_layers),
-        "parallel": _parallel_identity(vllm_config.parallel_config, shared_shards),
+        "parallel": _parallel_identity(vllm_config.parallel_config),
         "lora": _digest_of(lora, settings.LORA, "lora_config"),
         "draft": _draft_identity(vllm_config, weights_version),
     }
@@ -164,6 +158,12 @@ def _rope_types(config: object, *, in_rope: bool = False) -> set[str]:
     return found
 
 
+def of_all_sizes(identity: Mapping[str, Any], shards: Sequence[int]) -> dict[str, Any]:
+    """Return an identity that does not tell the tensor parallel size, but how heads are cut."""
+    sizes = {**identity["parallel"], "tensor_parallel_size": {"shards": list(shards)}}
+    return {**identity, "groups": _of_all_heads(identity["groups"]), "parallel": sizes}
+
+
 def _of_all_heads(specs: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Return descriptions of groups without the number of heads that one rank has."""
     described: list[dict[str, object]] = []
@@ -175,20 +175,15 @@ def _of_all_heads(specs: Sequence[Mapping[str, object]]) -> list[dict[str, objec
     return described
 
 
-def _parallel_identity(parallel: Any, shared_shards: Sequence[int] | None) -> dict[str, object]:
+def _parallel_identity(parallel: Any) -> dict[str, object]:
+    # Not how tokens of a block are divided, nor which layers a stage has: the ranks tell that.
     names = (
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
-        "dcp_kv_cache_interleave_size",
-        "cp_kv_cache_interleave_size",
     )
-    identity: dict[str, object] = {name: getattr(parallel, name, 1) for name in names}
-    if shared_shards is not None:
-        identity["tensor_parallel_size"] = {"shards": list(shared_shards)}
-    identity["layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
-    return identity
+    return {name: getattr(parallel, name, 1) for name in names}
 
 
 def _draft_identity(vllm_config: Any, weights_version: str | None) -> dict[str, object] | None:

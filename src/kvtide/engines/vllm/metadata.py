@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtide.core.jobs import JobReport, StepPlan
 from kvtide.core.layout import StoreLayout
-from kvtide.core.topology import Topology
+from kvtide.core.topology import WHOLE, Part
+from kvtide.engines.vllm.ranks import Sharing
 
 
 @dataclass
@@ -29,15 +30,22 @@ class KVTideWorkerMetadata(KVConnectorWorkerMetadata):
     report: JobReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVTideWorkerMetadata:
-        """Return the report of both."""
+        """Return the report of both, which is this one's: a copy for each rank would add up."""
         assert isinstance(other, KVTideWorkerMetadata)
-        return KVTideWorkerMetadata(self.report.merge(other.report))
+        self.report.absorb(other.report)
+        return self
 
 
 @dataclass
 class KVTideHandshake(KVConnectorHandshakeMetadata):
-    """What the scheduler must know of a rank before a key can be named."""
+    """What the scheduler must know of a rank before a key can be named.
+
+    ``parts`` are what it holds of each group's blocks. ``token_interleave`` is how many tokens in a
+    row a decode-context parallel rank has of a block; vLLM may settle that on the ranks alone.
+    """
 
     layout: StoreLayout
     rank: int = 0
-    topology: Topology = field(default_factory=lambda: Topology.undivided(1))
+    parts: tuple[tuple[Part, ...], ...] = ((WHOLE,),)
+    sharing: Sharing = field(default_factory=Sharing)
+    token_interleave: int = 1

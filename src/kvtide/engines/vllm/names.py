@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvtide.core.keys import CacheIdentity, namespace_for, vllm_namespace
 from kvtide.engines.deployment import Deployment
 from kvtide.engines.lora import AdapterDigests, Pending
-from kvtide.engines.vllm.identity import adapter_identity
+from kvtide.engines.vllm.identity import adapter_identity, of_all_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,12 @@ logger = logging.getLogger(__name__)
 class Names(Protocol):
     """Namespaces by a request's adapter. Used on vLLM's scheduling thread: no I/O, no wait."""
 
-    def agree_on(self, layout: object) -> None:
-        """Take the memory layout (JSON data) of all ranks; before that nothing is asked."""
+    def agree_on(self, layout: object, shards: Sequence[int] | None = None) -> None:
+        """Take the memory layout (JSON data) of all ranks; before that nothing is asked.
+
+        With ``shards`` of each group's heads, engines of other tensor parallel sizes get the same
+        names.
+        """
 
     def namespace_of(self, lora_request: Any) -> str | Pending | None:
         """Return the namespace of a request's keys; ``None`` where it must neither save nor load.
@@ -46,14 +50,16 @@ class IdentityNames:
         self, cache_prefix: str, engine: Mapping[str, object], weights_version: str
     ) -> None:
         self._cache_prefix = cache_prefix
-        self._engine = engine
+        self._engine = self._own_engine = engine
         self._worker: object = None
         self._deployment = Deployment(weights_version)
         self._known: dict[str, str] = {}
         self.adapters = AdapterDigests()
 
-    def agree_on(self, layout: object) -> None:
-        """Take the worker part of the identity."""
+    def agree_on(self, layout: object, shards: Sequence[int] | None = None) -> None:
+        """Take the worker part of the identity, and with whom it is shared."""
+        own = self._own_engine
+        self._engine = own if shards is None else of_all_sizes(own, shards)
         self._worker = layout
         self._known.clear()
 
@@ -100,8 +106,8 @@ class ModelNames:
             self._name,
         )
 
-    def agree_on(self, layout: object) -> None:
-        """Do nothing: the layout is no part of the name."""
+    def agree_on(self, layout: object, shards: Sequence[int] | None = None) -> None:
+        """Do nothing: neither is part of the name."""
 
     def namespace_of(self, lora_request: Any) -> str | None:
         """Return the model's name; ``None`` for a request with an adapter, and after a reset."""

@@ -17,7 +17,7 @@ from kvtide.config import PoolConfig
 from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.settings import plain
-from kvtide.engines.vllm.specs import is_held_by_all_ranks, is_state
+from kvtide.engines.vllm.specs import is_held_by_all_ranks, is_latent, is_state
 from kvtide.errors import ConfigError
 
 _HEAD_COUNTS = re.compile(
@@ -27,35 +27,43 @@ _HEAD_COUNTS = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
-    """An engine's topology, and with whom its values are shared.
+class Sharing:
+    """Whether engines of other tensor parallel sizes share the pool.
 
-    ``shared_shards`` are the shards of each group where engines of other tensor parallel sizes
-    share the pool, ``None`` where only engines of the same size do. ``unshared`` says why not, if
-    that was asked for; ``faults`` what stands against running at all.
+    ``shards`` are into how many the heads of each group are cut, ``None`` where only engines of the
+    same size share. ``reasons`` say why, where the option asks for more.
+    """
+
+    shards: tuple[int, ...] | None = None
+    reasons: tuple[str, ...] = ()
+
+    def describe(self, store_tp_size: int, group_ids: Sequence[int]) -> str:
+        """Return a line on what is shared; ``group_ids`` are vLLM's numbers of the groups."""
+        if self.shards is None:
+            return (
+                f"store_tp_size is {store_tp_size}, but the pool is shared only with engines of "
+                f"this one's tensor parallel size: {'; '.join(self.reasons)}"
+            )
+        shards = ", ".join(
+            f"KV cache group {number} in {count} shard{'s' if count > 1 else ''} of its heads"
+            for number, count in zip(group_ids, self.shards, strict=True)
+        )
+        return (
+            f"store_tp_size is {store_tp_size}: the pool is shared with engines that have this "
+            f"option, of every tensor parallel size that divides it: {shards}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Who holds what of an engine's blocks, and who shares it, as one process sees it.
+
+    vLLM shows the scheduler one layer of a group of several kinds, and a pipeline stage its own
+    layers only: what counts is what the ranks that store have planned.
     """
 
     topology: Topology
-    shared_shards: tuple[int, ...] | None = None
-    unshared: tuple[str, ...] = ()
-
-    def describe(self, store_tp_size: int) -> str | None:
-        """Return a line on what is shared over tensor parallel sizes, if that was asked for."""
-        if not store_tp_size:
-            return None
-        if self.shared_shards is None:
-            return (
-                f"store_tp_size is {store_tp_size}, but the pool is shared only with engines of "
-                f"tensor parallel size {self.topology.sizes.tp_size}: {'; '.join(self.unshared)}"
-            )
-        shards = ", ".join(
-            f"KV cache group {group_id} in {count} shard{'s' if count > 1 else ''} of its heads"
-            for group_id, count in enumerate(self.shared_shards)
-        )
-        return (
-            f"store_tp_size is {store_tp_size}: the pool is shared with engines of every tensor "
-            f"parallel size that divides it, {shards}"
-        )
+    sharing: Sharing = Sharing()
 
 
 def parallel_sizes(vllm_config: Any) -> ParallelSizes:
@@ -104,7 +112,13 @@ def plan_ranks(
         raise ConfigError(faults)
     if config.key_format == "vllm":
         return RankPlan(Topology(sizes, tuple(group.in_tree_split() for group in groups)))
-    own = RankPlan(Topology(sizes, tuple(group.split() for group in groups)))
+    try:
+        own = RankPlan(Topology(sizes, tuple(group.split() for group in groups)))
+    except ValueError as error:
+        raise ConfigError(
+            f"kvtide cannot tell which rank of {sizes} holds what ({error}): run without it "
+            "(remove --kv-transfer-config), and report this"
+        ) from error
     if not config.store_tp_size:
         return own
     unshared = tuple(
@@ -115,9 +129,9 @@ def plan_ranks(
     if sizes.dcp_size > 1 or sizes.pcp_size > 1:
         unshared = ("context parallel ranks hold other blocks than engines without them",)
     if unshared:
-        return RankPlan(own.topology, unshared=unshared)
+        return RankPlan(own.topology, Sharing(reasons=unshared))
     shards = tuple(group.num_shards(config.store_tp_size) for group in groups)
-    return RankPlan(Topology(sizes, tuple(Split(count) for count in shards)), shards)
+    return RankPlan(Topology(sizes, tuple(Split(count) for count in shards)), Sharing(shards))
 
 
 def _faults(
@@ -128,6 +142,14 @@ def _faults(
             f"--prefill-context-parallel-size {sizes.pcp_size} is not supported for a model of "
             f"{len(groups)} KV cache groups: set it to 1 or remove --kv-transfer-config"
         )
+    if sizes.pcp_size > 1 and sizes.dcp_size > 1:
+        for group in groups:
+            if not group.is_held_by_all and not group.is_certain:
+                yield (
+                    f"KV cache group {group.number} does not tell how its heads are divided among "
+                    "ranks, and prefill-context and decode-context parallel ranks divide its "
+                    "tokens: set one of the two sizes to 1, or remove --kv-transfer-config"
+                )
     if sizes.pcp_size > 1 and config.key_format == "vllm":
         yield (
             f"--prefill-context-parallel-size {sizes.pcp_size} cannot be used with key_format "
@@ -142,7 +164,7 @@ def _faults(
     if config.key_format == "vllm":
         for group in groups:
             has_copies = group.in_tree_split().num_shards < sizes.tp_size
-            if has_copies and not group.is_held_by_all and not group.is_certain:
+            if has_copies and not group.is_latent and not group.is_certain:
                 yield (
                     f"KV cache group {group.number} may have layers of different numbers of KV "
                     "heads, of which vLLM's in-tree connector stores copies that are none: leave "
@@ -164,6 +186,7 @@ class _GroupHeads:
         self._has_states = any(is_state(layer) for layer in self._layers)
         self._total_heads = total_kv_heads(vllm_config)
         self._in_tree_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+        self.is_latent = all(is_latent(layer) for layer in self._layers)
         self.is_held_by_all = all(is_held_by_all_ranks(layer) for layer in self._layers)
         """Whether every tensor parallel rank holds the same bytes."""
 
@@ -171,7 +194,8 @@ class _GroupHeads:
     def is_certain(self) -> bool:
         """Whether it is certain how many heads each layer has in all."""
         total, tp_size = self._total_heads, self._sizes.tp_size
-        if not total or self._has_states or (total % tp_size and tp_size % total):
+        is_known = all(not is_latent(la) or is_held_by_all_ranks(la) for la in self._layers)
+        if not total or not is_known or self._has_states or (total % tp_size and tp_size % total):
             return False
         wanted = max(1, total // tp_size)
         return all(getattr(layer, "num_kv_heads", 0) == wanted for layer in self._layers)
@@ -181,8 +205,10 @@ class _GroupHeads:
         tp_size = self._sizes.tp_size
         if self.is_held_by_all:
             return Split(1, self._is_token_sharded)
-        shards = min(tp_size, self._total_heads or tp_size) if self.is_certain else tp_size
-        return Split(shards, self._is_token_sharded)
+        if self.is_certain and self._total_heads:
+            return Split(min(tp_size, self._total_heads), self._is_token_sharded)
+        # A key for each rank holds whatever it has, its tokens of a block included.
+        return Split(tp_size)
 
     def in_tree_split(self) -> Split:
         """Return how vLLM's in-tree connector divides the group.
@@ -195,7 +221,7 @@ class _GroupHeads:
             return Split(tp_size)
         if self._has_states:
             return Split(tp_size)
-        if self.is_held_by_all:
+        if self.is_latent:
             return Split(1)
         return Split(min(tp_size, self._in_tree_heads or tp_size))
 
@@ -216,19 +242,22 @@ class _GroupHeads:
         elif any(is_held_by_all_ranks(layer) for layer in self._layers):
             yield "has layers with heads, and others without"
         elif not self.is_certain or not total:
-            yield "may have layers of different numbers of KV heads"
+            yield (
+                "may have layers of different numbers of KV heads, or a number that the tensor "
+                "parallel size does not divide"
+            )
         elif total % store_tp_size and store_tp_size % total:
             yield (
                 f"has {total} KV heads, which {store_tp_size} shards do not divide: set "
-                f"store_tp_size to a divisor or a multiple of {total}"
+                f"store_tp_size to a multiple or divisor of {total} that all sizes divide"
             )
         elif any(_is_packed(layer) for layer in self._layers):
-            yield "packs several heads into one"
+            yield "packs its heads in another way"
 
 
 def _is_packed(layer: Any) -> bool:
-    slots = getattr(layer, "num_head_slots", None)
-    return slots is not None and slots != layer.num_kv_heads
+    """Tell whether what lies side by side in a block is something else than heads."""
+    return getattr(layer, "num_head_slots", None) is not None
 
 
 def total_kv_heads(vllm_config: Any) -> int | None:

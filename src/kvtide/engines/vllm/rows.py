@@ -42,20 +42,17 @@ class Run:
     layer_stride: int = 0
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Blocks, their parts, layers, and a layer's own dimensions, in units."""
-        segment = self.segment
-        return (segment.num_blocks, segment.num_parts, self.count, *segment.shape)
+    def dims(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and strides (bytes) of blocks, their parts, layers, and a layer's own dimensions.
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """The distances of ``shape``'s dimensions in bytes."""
+        Parts and layers have none where there is only one: it would cost time for every block.
+        """
         segment = self.segment
+        outer = ((segment.num_parts, segment.part_stride), (self.count, self.layer_stride))
         return (
-            segment.block_stride,
-            segment.part_stride,
-            self.layer_stride,
-            *segment.strides,
+            (segment.num_blocks, segment.block_stride),
+            *(dim for dim in outer if dim[0] > 1),
+            *zip(segment.shape, segment.strides, strict=True),
         )
 
     def joined(self, layer: Layer) -> Run | None:
@@ -86,13 +83,14 @@ class HostRows:
 
     def __init__(self, run: Run) -> None:
         storage = torch.empty(0, dtype=torch.uint8).set_(run.tensor.untyped_storage())
+        shape, strides = zip(*run.dims, strict=True)
         self._unit = np.dtype(f"u{run.segment.unit}")
         self._blocks = np.ndarray(
-            run.shape,
+            shape,
             dtype=self._unit,
             buffer=storage.numpy(),
             offset=run.segment.start,
-            strides=run.strides,
+            strides=strides,
         )
 
     def read(self, ids: npt.NDArray[np.int64], out: Bytes) -> None:
@@ -117,12 +115,13 @@ class TorchRows:
 
     def __init__(self, run: Run) -> None:
         unit = run.segment.unit
+        shape, strides = zip(*run.dims, strict=True)
         self._unit = _TORCH_UNITS[unit]
         self._blocks = torch.empty(0, dtype=self._unit, device=run.tensor.device).set_(
             run.tensor.untyped_storage(),
             run.segment.start // unit,
-            run.shape,
-            tuple(stride // unit for stride in run.strides),
+            shape,
+            tuple(stride // unit for stride in strides),
         )
 
     def read(self, ids: torch.Tensor, out: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ Everything here runs on vLLM's scheduling thread: no store call, no wait. Lookup
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +20,15 @@ from kvtide.core.jobs import StepPlan
 from kvtide.core.layout import StoreLayout
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
-from kvtide.core.topology import Topology
+from kvtide.core.topology import ParallelSizes
 from kvtide.core.transfer import HandOff
 from kvtide.engines.lora import PENDING, Pending
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import Names
-from kvtide.engines.vllm.stages import stage_layouts
+from kvtide.engines.vllm.ranks import Sharing
+from kvtide.engines.vllm.stages import Agreement, agree
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.vllm.view import EngineTables, VllmRequestView
@@ -36,9 +38,11 @@ from kvtide.runtime.values import ValueFormat
 from kvtide.stores import Store
 from kvtide.units import format_size
 
+logger = logging.getLogger(__name__)
+
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
-MAX_JOB_CHUNKS = 512
+MAX_JOB_VALUES = 512
 """A job stores at most so many, so that nobody works on one for a millisecond."""
 
 
@@ -57,7 +61,7 @@ class SchedulerSide:
         names: Names,
         store: Store,
         *,
-        topology: Topology | None = None,
+        sizes: ParallelSizes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -65,12 +69,12 @@ class SchedulerSide:
         self._format = pool_format
         self._names = names
         self._store = store
-        self._topology = topology or Topology.undivided(len(plan.groups))
+        self._sizes = sizes or ParallelSizes()
         self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
         self._tables: EngineTables | None = None
-        self._stages: list[StoreLayout] = []
-        """The memory layout of each pipeline stage's ranks, once they have told it."""
+        self._agreement: Agreement | None = None
+        """What the ranks hold, once all have told it."""
         self._views: dict[str, VllmRequestView] = {}
         self._held_back: dict[str, float | None] = {}
         """Requests whose adapter is still being read, and until when the engine waits for it."""
@@ -94,33 +98,50 @@ class SchedulerSide:
         Raises:
             ConfigError: a rank is missing, or ranks lay their bytes out differently.
         """
-        self._stages, self._topology = stage_layouts(self._topology, list(handshakes))
-        self._names.agree_on([layout.describe() for layout in self._stages])
+        self._agreement = agreement = agree(self._sizes, list(handshakes))
+        self._names.agree_on(agreement.describe(), agreement.sharing.shards)
+        self._tell_who_shares(agreement.sharing)
         self._start()
+
+    def _tell_who_shares(self, sharing: Sharing) -> None:
+        """Log what an operator compares where engines do not share."""
+        logger.info(
+            "keys begin with %s: engines that say the same share their KV cache",
+            self._names.namespace_of(None),
+        )
+        if self._config.store_tp_size:
+            level = logging.WARNING if sharing.shards is None else logging.INFO
+            line = sharing.describe(self._config.store_tp_size, self._plan.group_ids)
+            logger.log(level, "%s", line)
 
     def _start(self) -> None:
         """Build the scheduler once both the cache manager and the layouts are known."""
-        if self._tables is None or not self._stages or self._scheduler is not None:
+        agreement = self._agreement
+        if self._tables is None or agreement is None or self._scheduler is not None:
             return
         config = self._config
         coordinator = self._tables.coordinator
-        parts = self._topology.all_parts()
-        keys = self._format.keys(self._topology.sizes)
+        keys = self._format.keys(self._sizes)
         self._lookups = LookupExecutor(
             self._store,
             coordinator.boundaries,
-            lambda namespace: coordinator.databases(namespace, parts, keys),
+            lambda namespace: coordinator.databases(namespace, agreement.parts, keys),
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
         unit_bytes = max(
-            _bytes_per_unit(coordinator, layout, self._format.values) for layout in self._stages
+            _bytes_per_unit(coordinator, layout, self._format.values)
+            for layout in agreement.layouts
         )
         _check_sizes(config, unit_bytes)
         unit = coordinator.lcm_block_size
         units = config.staging_size // unit_bytes
+        most_values = max(
+            group.values_per_block for layout in agreement.layouts for group in layout.groups
+        )
         job_units = min(
-            MAX_JOB_CHUNKS // max(1, coordinator.max_stored_per_unit), units // JOB_SHARE_OF_STAGING
+            MAX_JOB_VALUES // max(1, coordinator.max_stored_per_unit * most_values),
+            units // JOB_SHARE_OF_STAGING,
         )
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
@@ -146,7 +167,7 @@ class SchedulerSide:
                 decode=config.save_decode_cache,
                 num_unsettled_tokens=self._plan.num_unsettled_tokens,
             ),
-            num_ranks=self._topology.num_ranks,
+            num_ranks=self._sizes.num_ranks,
         )
 
     # ------------------------------------------------------------------ requests

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 _Dim = tuple[int, int, int]  # (index in the tensor's shape, size, stride in bytes)
-_HEADS_TOKENS_CONTENT = 3
+_NUM_DIMS = 4  # blocks, heads, tokens, content
+
+
+class IndivisibleHeadsError(ValueError):
+    """The heads of a tensor cannot be stored in as many parts as asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,17 @@ def find_segment(
     num_blocks: int,
     block_stride: int | None = None,
     num_parts: int = 1,
+    num_heads: int = 1,
 ) -> Segment:
     """Describe the blocks of a tensor of ``shape`` whose ``strides`` and ``start`` are in bytes.
 
     ``block_stride`` is what the engine planned, in bytes; without it, or where the tensor keeps
     keys and values apart, the dimension is told by its size. With several ``num_parts`` the
-    dimensions must be blocks, heads, tokens and content (of both keys and values).
+    dimensions must be blocks, ``num_heads`` heads, tokens and content (of both keys and values).
 
     Raises:
-        ValueError: no dimension counts ``num_blocks`` blocks, or more than one may; or the heads
-            cannot be divided into ``num_parts``.
+        IndivisibleHeadsError: they are not, or the heads are no multiple of ``num_parts``.
+        ValueError: no dimension counts ``num_blocks`` blocks, or more than one may.
     """
     dims = [(number, *dim) for number, dim in enumerate(zip(shape, strides, strict=True))]
     where = _block_dim(dims, num_blocks, block_stride)
@@ -81,12 +86,8 @@ def find_segment(
         dims.append((where, ratio, stride))
     part_stride = 0
     if num_parts > 1:
-        if where or ratio > 1 or len(dims) != _HEADS_TOKENS_CONTENT or dims[0][1] % num_parts:
-            raise ValueError(
-                f"a KV cache tensor of shape {tuple(shape)} does not have its heads, a multiple of "
-                f"{num_parts}, as the dimension behind its {num_blocks} blocks"
-            )
-        axis, num_heads, head_stride = dims[0]
+        _check_divisible(shape, where, num_blocks, num_heads, num_parts)
+        axis, _, head_stride = dims[0]
         dims[0] = (axis, num_heads // num_parts, head_stride)
         part_stride = num_heads // num_parts * head_stride
     ordered = sorted((dim for dim in dims if dim[1] > 1), key=lambda dim: -dim[2])
@@ -105,6 +106,17 @@ def find_segment(
         num_parts=num_parts,
         part_stride=part_stride,
     )
+
+
+def _check_divisible(
+    shape: Sequence[int], where: int, num_blocks: int, num_heads: int, num_parts: int
+) -> None:
+    found = (where, len(shape), *shape[:2])
+    if found != (0, _NUM_DIMS, num_blocks, num_heads) or num_heads % num_parts:
+        raise IndivisibleHeadsError(
+            f"its shape {tuple(shape)} is not {num_blocks} blocks x {num_heads} heads x tokens x "
+            f"content, with a multiple of {num_parts} heads"
+        )
 
 
 def _block_dim(dims: list[_Dim], num_blocks: int, block_stride: int | None) -> int:

@@ -98,11 +98,19 @@ def is_state(layer: Any) -> bool:
 
 
 def is_held_by_all_ranks(layer: Any) -> bool:
-    """Tell whether every tensor parallel rank holds the same bytes of a layer of this spec."""
+    """Tell whether every tensor parallel rank holds the same bytes of a layer of this spec.
+
+    Of latent attention vLLM says how many shards there are; where it does not, there may be some.
+    Releases before 0.31 cannot say it, and had copies only.
+    """
     if isinstance(layer, MambaSpec):
         return bool(getattr(layer, "tp_replicated", False))
-    is_latent = isinstance(layer, (MLAAttentionSpec, SlidingWindowMLASpec))
-    return is_latent and getattr(layer, "max_tp_shards", None) in (None, 1)
+    return is_latent(layer) and getattr(layer, "max_tp_shards", 1) == 1
+
+
+def is_latent(layer: Any) -> bool:
+    """Tell whether a layer's spec is of latent attention (MLA)."""
+    return isinstance(layer, (MLAAttentionSpec, SlidingWindowMLASpec))
 
 
 def faults_of(spec: Any) -> list[str]:

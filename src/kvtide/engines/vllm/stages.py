@@ -1,20 +1,37 @@
-"""What the ranks of an engine tell of their memory, brought together: one layout a stage."""
+"""What the ranks of an engine tell of themselves, brought together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from kvtide.core.layout import StoreLayout, common_layout
-from kvtide.core.topology import Topology
+from kvtide.core.topology import ParallelSizes, Part
 from kvtide.engines.vllm.metadata import KVTideHandshake
+from kvtide.engines.vllm.ranks import Sharing
 from kvtide.errors import ConfigError
 
 
-def stage_layouts(
-    topology: Topology, handshakes: Sequence[KVTideHandshake]
-) -> tuple[list[StoreLayout], Topology]:
-    """Return the layout of each pipeline stage, and which stages have layers of each group.
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks hold: a layout for each pipeline stage, and per group the parts of a chunk.
+
+    ``token_interleave`` is 0 where no rank has only some tokens of a block.
+    """
+
+    layouts: tuple[StoreLayout, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    sharing: Sharing
+    token_interleave: int = 0
+
+    def describe(self) -> dict[str, object]:
+        """Return what decides the bytes behind a key, as JSON data."""
+        stages = [layout.describe() for layout in self.layouts]
+        return {"stages": stages, "token_interleave": self.token_interleave}
+
+
+def agree(sizes: ParallelSizes, handshakes: Sequence[KVTideHandshake]) -> Agreement:
+    """Return what the ranks of an engine agree on.
 
     Raises:
         ConfigError: a rank is missing, or ranks that should hold alike lay their bytes out
@@ -25,54 +42,58 @@ def stage_layouts(
             "no rank told its memory layout: inside MultiConnector only the first connector's "
             "handshake arrives, so list KVTideConnector first in its connectors"
         )
-    if any(handshake.topology != topology for handshake in handshakes):
-        raise ConfigError(
-            "the ranks of this engine disagree on how its KV cache is divided among them: start "
-            "all of them with the same settings, and without kvtide (remove "
-            "--kv-transfer-config) if that does not help"
-        )
+    told = {h.rank: h for h in handshakes if h.rank in range(sizes.num_ranks)}
+    _check_complete(sizes, told.keys())
     layouts: list[StoreLayout] = []
-    for stage in range(topology.sizes.pp_size):
-        told = {
-            handshake.rank: handshake.layout
-            for handshake in handshakes
-            if topology.sizes.place(handshake.rank).pp_rank == stage
-        }
-        _check_complete(topology, stage, told)
-        layout = common_layout(list(told.values()))
-        if layout is None:
+    for stage in range(sizes.pp_size):
+        of_stage = [h.layout for rank, h in told.items() if sizes.place(rank).pp_rank == stage]
+        layout = common_layout(of_stage)
+        kinds = {(len(h.parts), h.token_interleave) for h in told.values()}
+        if layout is None or len(kinds) > 1:
             raise ConfigError(
                 "the ranks of this engine lay out their KV cache differently, so they cannot "
                 "share keys: run ranks of one kind, with the same attention backend"
             )
         layouts.append(layout)
-    return layouts, _with_stages(topology, layouts)
+    return Agreement(
+        tuple(layouts),
+        _all_parts([told[rank] for rank in sorted(told)]),
+        _common_sharing(list(told.values())),
+        handshakes[0].token_interleave if sizes.dcp_size > 1 else 0,
+    )
 
 
-def _check_complete(topology: Topology, stage: int, told: dict[int, StoreLayout]) -> None:
-    """Refuse a stage of which some tensor parallel rank said nothing.
+def _check_complete(sizes: ParallelSizes, told: Collection[int]) -> None:
+    """Refuse an engine of which some rank said nothing.
 
     Where prefill-context parallel ranks hold copies, vLLM passes on what one of them says.
     """
-    place = topology.sizes.place
-    ranks = range(topology.num_ranks)
-    wanted = {place(rank).tp_rank for rank in ranks if place(rank).pp_rank == stage}
-    missing = wanted - {place(rank).tp_rank for rank in told}
+
+    def part_of(rank: int) -> tuple[int, ...]:
+        place = sizes.place(rank)
+        pcp_rank = place.pcp_rank if sizes.dcp_size > 1 else 0
+        return (place.pp_rank, place.tp_rank, pcp_rank)
+
+    missing = set(map(part_of, range(sizes.num_ranks))) - set(map(part_of, told))
     if missing:
+        stage, tp_rank, _ = min(missing)
         raise ConfigError(
-            f"tensor parallel ranks {sorted(missing)} of pipeline stage {stage} told no memory "
-            "layout: run all ranks of an engine under one scheduler, with kvtide in each of them"
+            f"{len(missing)} ranks told no memory layout, tensor parallel rank {tp_rank} of "
+            f"pipeline stage {stage} among them: run all ranks of an engine under one scheduler, "
+            "with kvtide in each of them"
         )
 
 
-def _with_stages(topology: Topology, layouts: Sequence[StoreLayout]) -> Topology:
-    """Return the topology with the stages that have layers of each group."""
-    splits = []
-    for group_id, split in enumerate(topology.splits):
-        stages = tuple(
-            stage
-            for stage, layout in enumerate(layouts)
-            if layout.groups[group_id].values_per_block
-        )
-        splits.append(split if len(stages) == len(layouts) else replace(split, stages=stages))
-    return replace(topology, splits=tuple(splits))
+def _all_parts(handshakes: Sequence[KVTideHandshake]) -> tuple[tuple[Part, ...], ...]:
+    """Return per group the parts that some rank holds, in the order of ranks."""
+    groups = zip(*(handshake.parts for handshake in handshakes), strict=True)
+    return tuple(tuple(dict.fromkeys(part for held in group for part in held)) for group in groups)
+
+
+def _common_sharing(handshakes: Sequence[KVTideHandshake]) -> Sharing:
+    """Return with whom an engine shares: with others than its own kind only if all ranks do."""
+    found = {handshake.sharing for handshake in handshakes}
+    if len(found) == 1:
+        return found.pop()
+    reasons = dict.fromkeys(reason for sharing in found for reason in sharing.reasons)
+    return Sharing(reasons=tuple(reasons))

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy.typing as npt
 import torch
 
 from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.engines.vllm import features
 from kvtide.engines.vllm.rows import Bytes, Layer, copy_rows, place_rows
-from kvtide.engines.vllm.segments import Segment, find_segment
+from kvtide.engines.vllm.segments import IndivisibleHeadsError, Segment, find_segment
 from kvtide.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,13 @@ BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 DEVICE_STAGING_BYTES = 32 * 1024 * 1024
 """The most device memory a copy takes at a time, beside what the engine planned for."""
+
+
+_REPORT = "Run this model without kvtide and report the layer's layout"
+_REMOVE = (
+    "Remove store_tp_size from kv_connector_extra_config, and run with a pool for engines of this "
+    "tensor parallel size alone"
+)
 
 
 class _HostFence:
@@ -77,16 +86,21 @@ def find_layers(
     groups: list[list[Layer]] = []
     faults: list[str] = []
     for group_id, count in zip(group_ids, num_parts, strict=True):
+        group = kv_cache_config.kv_cache_groups[group_id]
+        find = partial(
+            _segment_of,
+            num_blocks=kv_cache_config.num_blocks,
+            num_parts=count,
+            num_heads=_heads_of(group.kv_cache_spec),
+        )
         found: dict[tuple[int, Segment], Layer] = {}
-        for name in kv_cache_config.kv_cache_groups[group_id].layer_names:
+        for name in group.layer_names:
             try:
                 tensor = _one_tensor(kv_caches.get(name))
-                segment = _segment_of(tensor, kv_cache_config.num_blocks, planned.get(name), count)
+                segment = find(tensor, planned.get(name))
             except ValueError as error:
-                faults.append(
-                    f"the KV cache of layer {name} cannot be used: {error}. Run this model "
-                    "without kvtide and report the layer's layout"
-                )
+                remedy = _REMOVE if isinstance(error, IndivisibleHeadsError) else _REPORT
+                faults.append(f"the KV cache of layer {name} cannot be used: {error}. {remedy}")
                 continue
             # A layer that reuses another's KV cache has that layer's tensor: its bytes count once.
             key = (tensor.untyped_storage().data_ptr(), segment)
@@ -101,8 +115,18 @@ def _one_tensor(value: object) -> torch.Tensor:
     return value
 
 
+def _heads_of(spec: Any) -> int:
+    """Return how many heads a rank has of a group's layers; each has as many if they are cut."""
+    return int(getattr(features.each_layer_spec(spec)[0], "num_kv_heads", 1))
+
+
 def _segment_of(
-    tensor: torch.Tensor, num_blocks: int, block_stride: int | None, num_parts: int = 1
+    tensor: torch.Tensor,
+    block_stride: int | None,
+    *,
+    num_blocks: int,
+    num_parts: int = 1,
+    num_heads: int = 1,
 ) -> Segment:
     item = tensor.element_size()
     strides = [stride * item for stride in tensor.stride()]
@@ -115,6 +139,7 @@ def _segment_of(
         num_blocks=num_blocks,
         block_stride=block_stride,
         num_parts=num_parts,
+        num_heads=num_heads,
     )
     if segment.end > tensor.untyped_storage().nbytes():
         raise ValueError(f"its blocks end past its memory: {segment}")

@@ -168,6 +168,13 @@ def check_engine(vllm_config: Any) -> list[str]:
     :func:`translate_groups`.
     """
     faults: list[str] = []
+    if features.loses_reports_of_stages(vllm_config):
+        faults.append(
+            "with pipeline parallelism Ray's older executor hands on what one stage reports only, "
+            "so loads would never end: set the environment variable "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1 where this vLLM has it, or use "
+            "--distributed-executor-backend mp"
+        )
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching and not features.prefix_caching_forced_off(vllm_config):
         faults.append(

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtide.config import PoolConfig
-from kvtide.core.topology import Topology
 from kvtide.engines.vllm import features
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
+from kvtide.engines.vllm.ranks import RankPlan
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
@@ -37,7 +37,7 @@ class WorkerSide:
         kv_cache_config: Any,
         store: Store,
         *,
-        topology: Topology,
+        ranks: RankPlan,
         rank: int,
     ) -> None:
         self._vllm_config = vllm_config
@@ -46,8 +46,8 @@ class WorkerSide:
         self._format = pool_format
         self._kv_cache_config = kv_cache_config
         self._store = store
-        self._topology = topology
-        self._rank = rank
+        self._ranks = ranks
+        self._role = ranks.topology.role(rank)
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
 
@@ -55,7 +55,7 @@ class WorkerSide:
         """Take the engine's KV tensors, one per layer, and start."""
         config = self._config
         traits = features.attention_traits(self._vllm_config, kv_caches)
-        role = self._topology.role(self._rank)
+        role = self._role
         self._blocks = TensorBlocks(
             kv_caches,
             self._kv_cache_config,
@@ -64,7 +64,7 @@ class WorkerSide:
             num_parts=[len(parts) for parts in role.parts],
             find=self._format.find_blocks,
         )
-        role = role.without(
+        self._role = role = role.without(
             group_id
             for group_id, group in enumerate(self._blocks.layout.groups)
             if not group.values_per_block
@@ -77,7 +77,7 @@ class WorkerSide:
                     [group.block_size for group in self._plan.groups],
                     self._plan.hash_block_size,
                     role.parts,
-                    self._format.keys(self._topology.sizes),
+                    self._format.keys(self._ranks.topology.sizes),
                 ),
                 limits=WorkerLimits(
                     staging_bytes=config.staging_size,
@@ -100,7 +100,14 @@ class WorkerSide:
         """Return this rank's layout, once there is one."""
         if self._blocks is None:
             return None
-        return KVTideHandshake(self._blocks.layout, self._rank, self._topology)
+        return KVTideHandshake(
+            self._blocks.layout,
+            self._role.rank,
+            self._role.parts,
+            self._ranks.sharing,
+            # Read only now: for some connectors beside this one vLLM sets it on the ranks.
+            self._vllm_config.parallel_config.cp_kv_cache_interleave_size,
+        )
 
     def take_over(self, metadata: KVTideMetadata) -> None:
         """Take the step's jobs over."""
