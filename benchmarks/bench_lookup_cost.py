@@ -1,0 +1,220 @@
+"""What a lookup of 131,072 tokens costs, beside that of vLLM's in-tree store connector.
+
+    python benchmarks/bench_lookup_cost.py [--rounds 15]
+
+Both sides look the same request up in the same store, which answers at once and counts, in turns.
+CPU time is that of the whole lookup on one thread, without the store's own. The scheduling thread's
+share is measured on vLLM's own requests and cache manager, with kvtide's lookups on their thread
+and the in-tree lookup behind its socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from bench_lookup_keys import MODELS, NUM_TOKENS, Model
+from lookup_sides import (
+    CountingStore,
+    EngineCache,
+    InTreeScheduler,
+    InTreeSide,
+    KVTideSide,
+    Timed,
+)
+from measuring import Row, left_out, report, times_less
+
+from kvtide.core.transfer import RequestView
+from kvtide.testing.requests import RecordingRequest, fake_hashes
+
+BENCH = "lookup_cost"
+HELD_SHARE = 0.95
+NAMES = ("full", "full + window 4,096", "like DeepSeek-V4", "full + states")
+STATES = {
+    "cold miss": (0.0, 0.0),
+    "half hit": (0.5, 0.0),
+    "full hit": (1.0, 0.0),
+    "95 % held locally": (1.0, HELD_SHARE),
+}
+"""Per case what share of the prompt the store has, and what share the engine holds."""
+MAX_KEYS = {
+    ("full", "cold miss"): 64,
+    ("full + window 4,096", "cold miss"): 128,
+    ("full + window 4,096", "full hit"): 8512,
+}
+GOAL_MODELS = ("full", "full + window 4,096")
+TIMES_LESS = {"cold miss": 50.0, "full hit": 6.0}
+"""At least so many times less CPU than the peer, with one rank."""
+
+
+def models() -> list[Model]:
+    """Return the models of the bench; those with eight ranks have parts on each of them."""
+    chosen = [model for model in MODELS if model.name in NAMES]
+    several = [
+        replace(model, name=f"{model.name}, TP 8", tp_size=8)
+        for model in chosen
+        if model.name != "like DeepSeek-V4"  # whose ranks all hold the same bytes
+    ]
+    return chosen + several
+
+
+class Case:
+    """A model's request, and both sides around one store."""
+
+    def __init__(self, model: Model, *, with_vllm: bool) -> None:
+        self.model = model
+        self.store = CountingStore()
+        self.ours = KVTideSide(model, self.store)
+        self.peer = InTreeSide(model, self.store) if with_vllm else None
+        self._unit = model.coordinator.hash_block_size
+        self.hashes = fake_hashes(NUM_TOKENS // self._unit)
+
+    def rows(self, state: str, rounds: int) -> Iterator[Row]:
+        """Look the request up on both sides in turns; yield keys, calls and CPU time."""
+        stored, held = STATES[state]
+        self.store.present = frozenset(
+            value.hex() for value in self.hashes[: int(stored * len(self.hashes))]
+        )
+        held_token = self.model.coordinator.last_boundary(int(held * NUM_TOKENS))
+        expected = max(held_token, self.model.coordinator.last_boundary(int(stored * NUM_TOKENS)))
+        ours: list[Timed] = []
+        theirs: list[Timed] = []
+        for _ in range(rounds):
+            ours.append(self._our_lookup(held_token))
+            our_counts = self.store.num_keys, self.store.num_calls
+            if self.peer is not None:
+                theirs.append(self.peer.lookup(NUM_TOKENS + 1, self.hashes))
+        their_counts = (self.store.num_keys, self.store.num_calls) if theirs else (None, None)
+        hits = {max(timed.hit_token, held_token) for timed in ours + theirs}
+        assert hits == {expected}, f"{self.model.name}, {state}: {hits}, not {expected}"
+        yield self._count_row(state, our_counts[0], their_counts[0])
+        yield figure(f"{self.model.name}, {state}: calls", "calls", our_counts[1], their_counts[1])
+        yield self._cpu_row(state, ours, theirs)
+
+    def _our_lookup(self, held_token: int) -> Timed:
+        view = RecordingRequest(
+            num_tokens=NUM_TOKENS + 1, hashes=self.hashes, local_hit_tokens=held_token
+        )
+        return self.ours.lookup(view, held_token)
+
+    def _count_row(self, state: str, ours: int, theirs: int | None) -> Row:
+        goal = MAX_KEYS.get((self.model.name, state))
+        if self.model.name == "full" and STATES[state][1]:
+            goal = int(0.06 * NUM_TOKENS / 16)
+        return Row(
+            BENCH,
+            f"{self.model.name}, {state}: keys",
+            "keys",
+            ours,
+            theirs,
+            ours / theirs if theirs else None,
+            None if goal is None else f"<= {goal:,}",
+            None if goal is None else ours <= goal,
+        )
+
+    def _cpu_row(self, state: str, ours: Sequence[Timed], theirs: Sequence[Timed]) -> Row:
+        case = f"{self.model.name}, {state}: CPU"
+        ours_us = [timed.cpu_s * 1e6 for timed in ours]
+        if not theirs:
+            return figure(case, "us", median(ours_us))
+        goal = TIMES_LESS.get(state) if self.model.name in GOAL_MODELS else None
+        return times_less(BENCH, case, "us", ours_us, [t.cpu_s * 1e6 for t in theirs], goal)
+
+
+def figure(case: str, unit: str, kvtide: float, peer: float | None = None) -> Row:
+    """Return a row without a goal."""
+    return Row(BENCH, case, unit, kvtide, peer, kvtide / peer if peer else None, None, None)
+
+
+def lookup_rows(rounds: int, *, with_vllm: bool) -> Iterator[Row]:
+    """Yield the rows of every model and state."""
+    for model in models():
+        case = Case(model, with_vllm=with_vllm)
+        for state in STATES:
+            yield from case.rows(state, rounds)
+
+
+class Stopwatch:
+    """Times the scheduling thread over the calls of one lookup."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what ``call`` returns, and add what it took."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = call()
+        self.cpu_s += time.thread_time() - cpu
+        self.wall_s += time.perf_counter() - wall
+        return result
+
+
+def our_turn(side: KVTideSide, view: RequestView, held_token: int) -> Stopwatch:
+    """Time the submission of a lookup, and its collection once its thread has the answer."""
+    watch = Stopwatch()
+    watch.run(lambda: side.submit(view))
+    while True:
+        time.sleep(0.01)
+        collecting = Stopwatch()
+        if collecting.run(lambda: side.collect(view, held_token)) is not None:
+            break
+    side.end(view)
+    watch.wall_s += collecting.wall_s
+    watch.cpu_s += collecting.cpu_s
+    return watch
+
+
+def scheduling_rows(rounds: int) -> Iterator[Row]:
+    """Yield how long a lookup holds vLLM's scheduling thread, on vLLM's own request and cache."""
+    model = next(model for model in MODELS if model.name == "full")
+    store = CountingStore()
+    ours, theirs = KVTideSide(model, store, threaded=True), InTreeSide(model, store)
+    scheduler = InTreeScheduler(model, theirs)
+    cache = EngineCache(model.coordinator, NUM_TOKENS + 1)
+    try:
+        for state, (stored, held) in STATES.items():
+            held_token = model.coordinator.last_boundary(int(held * NUM_TOKENS))
+            request = cache.request(state, NUM_TOKENS + 1, held_token)
+            num_stored = int(stored * len(request.block_hashes))
+            store.present = frozenset(value.hex() for value in request.block_hashes[:num_stored])
+            our_times: list[Stopwatch] = []
+            their_times: list[Stopwatch] = []
+            for _ in range(rounds):
+                our_times.append(our_turn(ours, cache.view(request), held_token))
+                watch = Stopwatch()
+                watch.run(lambda: scheduler.match(request, held_token))  # noqa: B023 - called here
+                their_times.append(watch)
+            held_us, their_us = (
+                [watch.wall_s * 1e6 for watch in each] for each in (our_times, their_times)
+            )
+            case = f"scheduling thread, full, {state}"
+            yield times_less(BENCH, f"{case}: held", "us", held_us, their_us)
+            cpu_us = median(watch.cpu_s for watch in our_times) * 1e6
+            yield Row(BENCH, f"{case}: CPU", "us", cpu_us, None, None, "<= 50", cpu_us <= 50)
+    finally:
+        ours.close()
+        scheduler.close()
+
+
+def main() -> None:
+    """Run every case and write build/bench/lookup_cost.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    with_vllm = find_spec("vllm") is not None
+    rows = [] if with_vllm else [left_out(BENCH, "the peer: vLLM is not installed")]
+    gc.disable()  # its passes would meet whoever is running
+    rows += lookup_rows(options.rounds, with_vllm=with_vllm)
+    if with_vllm:
+        rows += scheduling_rows(options.rounds)
+    print(f"written: {report(BENCH, rows)}")
+
+
+if __name__ == "__main__":
+    main()
