@@ -307,7 +307,7 @@ class Coordinator:
         known_tokens = min(num_tokens - 1, len(block_hashes) * self.hash_block_size)
         end_token = self.last_boundary(max(0, known_tokens))
         end = (end_token + self.max_proof_tokens) // self.hash_block_size
-        return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+        return LookupQuery(0, end_token, HashWindow(block_hashes, end=min(end, len(block_hashes))))
 
 
 def _runs_of_multiples(group: Group, chunks: range, step: int) -> Iterator[range]:

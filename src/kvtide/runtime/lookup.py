@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.lookup import LookupHit, LookupQuery, Questions, lookup
@@ -201,8 +202,8 @@ class LookupExecutor:
             for entry in entries:
                 self._answer(entry, miss(entry.query))
             return
-        for entry in entries:
-            self._step(entry, answers)
+        for entry, present in zip(entries, answers, strict=True):
+            self._step(entry, present)
             time.sleep(0)  # lets the scheduling thread in, as in _take_round
 
     def _take_round(self) -> list[_Entry]:
@@ -215,7 +216,7 @@ class LookupExecutor:
             if entry.is_cancelled:
                 continue
             if entry.questions is None:
-                self._step(entry, {})
+                self._step(entry, ())
                 # Lets the scheduling thread in between two bursts of key building.
                 time.sleep(0)
                 if entry.hit is not None:
@@ -228,13 +229,26 @@ class LookupExecutor:
             taken.append(entry)
         return taken
 
-    def _ask(self, entries: Sequence[_Entry]) -> dict[str, bool]:
-        wanted = dict.fromkeys((key for entry in entries for key in entry.keys), False)
+    def _ask(self, entries: Sequence[_Entry]) -> list[Sequence[bool]]:
+        """Return the answers of each lookup; what several of them ask for is asked once."""
+        if len(entries) == 1:  # never asks twice for a key
+            return [self._present(entries[0].keys)]
+        keys = list(dict.fromkeys(chain.from_iterable(entry.keys for entry in entries)))
+        answers = dict(zip(keys, self._present(keys), strict=True))
+        return [[answers[key] for key in entry.keys] for entry in entries]
+
+    def _present(self, keys: Sequence[str]) -> Sequence[bool]:
         # What is bad is not asked for: asking may lease it, and what is leased cannot be removed.
-        bad = self.bad_keys.among(wanted)
-        keys = [key for key in wanted if key not in bad]
+        bad = self.bad_keys.among(keys)
+        if bad:
+            good = [key for key in keys if key not in bad]
+            answers = dict(zip(good, self._exists(good), strict=True))
+            return [answers.get(key, False) for key in keys]
+        return self._exists(keys)
+
+    def _exists(self, keys: Sequence[str]) -> Sequence[bool]:
         if not keys:
-            return wanted
+            return ()
         self._call_since_s = self._clock()
         try:
             present = self._store.exists(keys)
@@ -243,10 +257,9 @@ class LookupExecutor:
         if len(present) != len(keys):
             raise ValueError(f"{len(present)} answers to {len(keys)} keys")
         self._count("looked_up_keys", len(keys))
-        wanted.update(zip(keys, present, strict=True))
-        return wanted
+        return present
 
-    def _step(self, entry: _Entry, answers: dict[str, bool]) -> None:
+    def _step(self, entry: _Entry, present: Sequence[bool]) -> None:
         """Send a lookup its answers (begin it, if it has not begun): more keys, or its hit."""
         try:
             if entry.questions is None:
@@ -257,7 +270,7 @@ class LookupExecutor:
                 )
                 entry.keys = next(entry.questions)
             else:
-                entry.keys = entry.questions.send([answers[key] for key in entry.keys])
+                entry.keys = entry.questions.send(present)
                 with self._ready:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)

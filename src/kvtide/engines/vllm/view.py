@@ -97,6 +97,12 @@ class VllmRequestView:
         """How many full hash blocks vLLM has hashed."""
         return len(self.request.block_hashes)
 
+    @property
+    def hash_list(self) -> Sequence[bytes]:
+        """VLLM's own list, which it appends to."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes
+
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes ``[first, end)``."""
         hashes: Sequence[bytes] = self.request.block_hashes[first:end]
