@@ -223,7 +223,7 @@ class InTreeScheduler:
 class EngineCache:
     """vLLM's own requests, cache manager and block pool, for one group of full attention."""
 
-    def __init__(self, coordinator: Coordinator, num_tokens: int) -> None:
+    def __init__(self, coordinator: Coordinator, num_tokens: int, num_blocks: int) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -236,7 +236,7 @@ class EngineCache:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(block_size, sha256)
         config = KVCacheConfig(
-            num_blocks=2 * num_tokens // block_size,
+            num_blocks=num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(["layer"], vllm_spec(group))],
         )

@@ -41,6 +41,11 @@ class _Entry:
     is_cancelled: bool = False
 
 
+def _let_others_run() -> None:
+    """Let the scheduling thread in between two bursts of key building."""
+    time.sleep(0)
+
+
 def miss(query: LookupQuery) -> LookupHit:
     """Return the answer where nothing is known: no hit, and nothing to repair."""
     return LookupHit(query.start_token, query.start_token)
@@ -202,23 +207,27 @@ class LookupExecutor:
             for entry in entries:
                 self._answer(entry, miss(entry.query))
             return
-        for entry, present in zip(entries, answers, strict=True):
+        for number, (entry, present) in enumerate(zip(entries, answers, strict=True)):
+            if number:
+                _let_others_run()
             self._step(entry, present)
-            time.sleep(0)  # lets the scheduling thread in, as in _take_round
+        if self._active:
+            _let_others_run()
 
     def _take_round(self) -> list[_Entry]:
         """Return the lookups of this round, each with keys to ask; the rest waits in turn."""
         with self._ready:
             waiting, self._active = self._active, []
         taken: list[_Entry] = []
-        num_keys = 0
+        num_keys = num_begun = 0
         for index, entry in enumerate(waiting):
             if entry.is_cancelled:
                 continue
             if entry.questions is None:
+                if num_begun:
+                    _let_others_run()
+                num_begun += 1
                 self._step(entry, ())
-                # Lets the scheduling thread in between two bursts of key building.
-                time.sleep(0)
                 if entry.hit is not None:
                     continue
             num_keys += len(entry.keys)

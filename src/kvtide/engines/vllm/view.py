@@ -169,7 +169,9 @@ class VllmRequestView:
     def _num_cached(self, group_id: int, names: Sequence[int]) -> int:
         """Guess how many blocks of a run vLLM holds before the first that it does not."""
         hashes = self.request.block_hashes
-        low, high = 0, len(names)
+        if not names or not self._tables.is_cached(group_id, hashes[names[0]]):
+            return 0  # the usual case of a new prompt costs one probe
+        low, high = 1, len(names)
         while low < high:
             middle = (low + high) // 2
             if self._tables.is_cached(group_id, hashes[names[middle]]):
