@@ -212,8 +212,9 @@ class InTreeScheduler:
         self._server.store_worker = SimpleNamespace(lookup=self._end)
         self._scheduler.client.lookup("last", 0, [])
         self._server.thread.join()
-        self._scheduler.client.close()
-        self._server.close()
+        for end in (self._scheduler.client, self._server):
+            end.close()
+            end.ctx.term()
 
     def _end(self, *_: object) -> Any:
         self._server.running = False
