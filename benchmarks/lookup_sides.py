@@ -101,7 +101,7 @@ class KVTideSide:
         begun = time.thread_time()
         self.submit(view)
         submitted = time.thread_time()
-        self._executor.run_pending()
+        self.run()
         answered = time.thread_time()
         num_tokens = self.collect(view, num_computed_tokens)
         ended = time.thread_time()
@@ -119,6 +119,10 @@ class KVTideSide:
     def collect(self, view: RequestView, num_computed_tokens: int) -> int | None:
         """Do what it does when the engine asks how much can be loaded."""
         return self._scheduler.match(view, num_computed_tokens, time.monotonic())
+
+    def run(self) -> None:
+        """Carry all lookups to their end, where no thread does."""
+        self._executor.run_pending()
 
     def end(self, view: RequestView) -> None:
         """Forget a request."""

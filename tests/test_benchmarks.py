@@ -79,6 +79,14 @@ def test_a_lookup_costs_what_can_change_its_answer(load: Any) -> None:
     assert all(row.kvtide > 0 for row in figures.values())
 
 
+def test_bursts_of_lookups_are_cut_at_every_call_and_at_every_chance_for_others(load: Any) -> None:
+    """With many lookups at once; how long a burst was is not judged here."""
+    bench = load("bench_lookup_cost")
+    rows = list(bench.burst_rows(1))
+    assert len(rows) == len(bench.models())
+    assert all(0 < row.kvtide < 100 for row in rows)
+
+
 def test_planning_a_load_ends_in_the_chunks_that_the_hit_requires(load: Any) -> None:
     """The real worker asks for each of them once; the bench itself checks how many."""
     bench = load("bench_load_planning")
