@@ -78,7 +78,8 @@ class LookupExecutor:
         self._clock = clock
         self._threaded = threaded
         self._faults = FaultLog(logging.getLogger("kvtide.runtime"))
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}
         self._active: list[_Entry] = []
         self._counters: Counter[str] = Counter()
@@ -92,7 +93,7 @@ class LookupExecutor:
         """Begin a lookup under ``ticket``, replacing one of the same ticket."""
         now_s = self._clock()
         entry = _Entry(query, namespace, now_s + self._timeout_s)
-        with self._ready:
+        with self._lock:
             self._drop(ticket)
             num_pending = max(len(self._entries), len(self._active))
             if num_pending >= MAX_PENDING or not self._may_begin(now_s):
@@ -111,7 +112,7 @@ class LookupExecutor:
         After ``timeout_s`` the answer is a miss. An unknown ticket is a miss from token 0.
         """
         now_s = self._clock()
-        with self._ready:
+        with self._lock:
             entry = self._entries.get(ticket)
             if entry is None:
                 return LookupHit(0, 0)
@@ -125,18 +126,18 @@ class LookupExecutor:
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup whose answer nobody wants any more; harmless if there is none."""
-        with self._ready:
+        with self._lock:
             self._drop(ticket)
 
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call, by the store too."""
-        with self._ready:
+        with self._lock:
             taken, self._counters = self._counters, Counter()
         return taken + counters_of(self._store)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread and close the store; a call that hangs is abandoned, its store open."""
-        with self._ready:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -182,7 +183,7 @@ class LookupExecutor:
 
     def _run(self) -> None:
         while True:
-            with self._ready:
+            with self._lock:
                 self._ready.wait_for(lambda: self._active or self._is_closed)
                 if self._is_closed:
                     return
@@ -216,7 +217,7 @@ class LookupExecutor:
 
     def _take_round(self) -> list[_Entry]:
         """Return the lookups of this round, each with keys to ask; the rest waits in turn."""
-        with self._ready:
+        with self._lock:
             waiting, self._active = self._active, []
         taken: list[_Entry] = []
         num_keys = num_begun = 0
@@ -232,7 +233,7 @@ class LookupExecutor:
                     continue
             num_keys += len(entry.keys)
             if taken and num_keys > MAX_ROUND_KEYS:
-                with self._ready:
+                with self._lock:
                     self._active = waiting[index:] + self._active
                 break
             taken.append(entry)
@@ -280,7 +281,7 @@ class LookupExecutor:
                 entry.keys = next(entry.questions)
             else:
                 entry.keys = entry.questions.send(present)
-                with self._ready:
+                with self._lock:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)
         except StopIteration as stop:
@@ -291,11 +292,11 @@ class LookupExecutor:
             self._answer(entry, miss(entry.query))
 
     def _answer(self, entry: _Entry, hit: LookupHit) -> None:
-        with self._ready:
+        with self._lock:
             entry.hit = hit
             entry.questions = None
             entry.keys = ()
 
     def _count(self, name: str, amount: int) -> None:
-        with self._ready:
+        with self._lock:
             self._counters[name] += amount
