@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench"
@@ -91,6 +91,24 @@ def compared(
     )
 
 
+def times_less(
+    bench: str,
+    case: str,
+    unit: str,
+    kvtide: Sequence[float],
+    peer: Sequence[float],
+    at_least: float | None = None,
+) -> Row:
+    """Return the row of two contenders, of whom less is better, measured in the same rounds.
+
+    The ratio is again kvtide's figure by the peer's; ``at_least`` 50 bounds it to 1/50.
+    """
+    row = compared(bench, case, unit, kvtide, peer)
+    if at_least is None or row.ratio is None:
+        return row
+    return replace(row, goal=f"<= 1/{at_least:g}", met=row.ratio <= 1 / at_least)
+
+
 def left_out(bench: str, reason: str) -> Row:
     """Return the row of a bench that cannot be run here."""
     return Row(bench, f"left out: {reason}", "", None, None, None, None, None)
@@ -99,15 +117,15 @@ def left_out(bench: str, reason: str) -> Row:
 def report(name: str, rows: Sequence[Row]) -> Path:
     """Print the rows as a table and write them to ``build/bench/<name>.json``."""
     width = max(36, *(len(row.case) for row in rows))
-    header = f"{'case':{width}} {'unit':8} {'kvtide':>9} {'peer':>9} {'ratio':>6} {'':13}  goal"
+    header = f"{'case':{width}} {'unit':8} {'kvtide':>9} {'peer':>9} {'ratio':>7} {'':15}  goal"
     print(header, "-" * len(header), sep="\n")
     for row in rows:
         kvtide, peer = _number(row.kvtide), _number(row.peer)
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        spread = "" if row.spread is None else f"({row.spread[0]:.1f}..{row.spread[1]:.1f})"
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+        spread = "" if row.spread is None else f"({row.spread[0]:.2g}..{row.spread[1]:.2g})"
         goal = "" if row.goal is None else f"{row.goal} {'met' if row.met else 'NOT MET'}"
         print(
-            f"{row.case:{width}} {row.unit:8} {kvtide:>9} {peer:>9} {ratio:>6} {spread:13}  {goal}"
+            f"{row.case:{width}} {row.unit:8} {kvtide:>9} {peer:>9} {ratio:>7} {spread:15}  {goal}"
         )
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / f"{name}.json"

@@ -63,6 +63,49 @@ def test_a_lookup_asks_only_for_what_can_change_the_answer(load: Any) -> None:
     assert all(row.met for row in found if row.unit == "keys" and row.goal is not None)
 
 
+def test_a_lookup_costs_what_can_change_its_answer(load: Any) -> None:
+    """Keys and calls of the real executor and scheduler, by what store and engine hold."""
+    bench = load("bench_lookup_cost")
+    figures = {row.case: row for row in bench.lookup_rows(1, with_vllm=False)}
+    keys = {case: row.kvtide for case, row in figures.items() if row.unit == "keys"}
+    assert keys["full, cold miss: keys"] == 64
+    assert keys["full, full hit: keys"] == 8192
+    assert keys["full, 95 % held locally: keys"] == 410 + 2  # and the sentinels
+    assert keys["full + window 4,096, full hit: keys"] == 8192 + 256
+    assert keys["full, TP 8, cold miss: keys"] == 64
+    assert keys["full, TP 8, 95 % held locally: keys"] == 8 * (410 + 2)
+    assert keys["full + states, TP 8, 95 % held locally: keys"] == 8 * (13 + 1 + 2)
+    assert all(row.met for row in figures.values() if row.goal is not None)
+    assert all(row.kvtide > 0 for row in figures.values())
+
+
+def test_bursts_of_lookups_are_cut_at_every_call_and_at_every_chance_for_others(load: Any) -> None:
+    """With many lookups at once; how long a burst was is not judged here."""
+    bench = load("bench_lookup_cost")
+    rows = list(bench.burst_rows(1))
+    assert len(rows) == len(bench.models())
+    assert all(0 < row.kvtide < 100 for row in rows)
+
+
+def test_planning_a_load_ends_in_the_chunks_that_the_hit_requires(load: Any) -> None:
+    """The real worker asks for each of them once; the bench itself checks how many."""
+    bench = load("bench_load_planning")
+    for name in bench.MODELS:
+        rows = list(bench.rows(name, 8 << 10, 2, with_vllm=False))
+        assert [row.unit for row in rows] == ["us/chunk"] * 2
+        assert 0 < rows[0].kvtide < rows[1].kvtide
+
+
+def test_tags_are_measured_on_values_that_are_saved_and_loaded(load: Any, tmp_path: Path) -> None:
+    """Both formats through the real worker, which saves and loads every value of each turn."""
+    bench = load("bench_tags")
+    shares = list(bench.share_rows(512 << 10, 3))
+    assert [row.goal for row in shares] == ["<= 15", None, "<= 15", None]
+    rows = list(bench.worker_rows(tmp_path / "pool", 2048 << 10, 1))
+    assert [row.unit for row in rows] == ["MiB/s", "ms"] * 2
+    assert all(row.kvtide > 0 and row.peer > 0 for row in rows)
+
+
 def test_values_are_compared_in_layers_and_whole_on_a_real_mooncake_pool(
     load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +201,15 @@ def test_costs_at_three_contexts_become_a_line_and_all_rows_a_table(load: Any) -
     lines = plot_costs.table(rows).splitlines()
     assert lines[3] == "| job at 2k | us | 1.0 | 2,000 |  | 1.0 to 2.0 | <= 9 | yes |"
     assert len(lines) == 2 + len(rows)
+
+
+def test_of_costs_the_ratio_is_bounded_from_above(load: Any) -> None:
+    """A goal of 50 times less is a ratio of at most 1/50."""
+    measuring = load("measuring")
+    row = measuring.times_less("b", "c", "us", [1, 2, 9], [100, 100, 100], at_least=50)
+    assert (row.ratio, row.goal, row.met) == (0.02, "<= 1/50", True)
+    assert measuring.times_less("b", "c", "us", [3], [100], at_least=50).met is False
+    assert measuring.times_less("b", "c", "us", [3], [100]).goal is None
 
 
 def test_a_bench_that_cannot_run_says_why(

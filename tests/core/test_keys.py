@@ -41,7 +41,7 @@ def test_a_blob_and_a_window_give_the_same_hexes(indices: range) -> None:
     """Jobs carry a blob and lookups read the engine's list: both name chunks alike."""
     hashes = fake_hashes(38)
     blob = BlockHashes.pack(hashes[8:], first=8)
-    window = HashWindow(hashes[8:], first=8)
+    window = HashWindow(hashes, first=8)
     expected = [hashes[i].hex() for i in indices]
     assert blob.hexes(indices) == expected
     assert window.hexes(indices) == expected
@@ -63,7 +63,7 @@ def test_indexes_are_absolute_and_nothing_below_the_range_can_be_read() -> None:
         with pytest.raises(IndexError):
             carried.hexes(outside)
         with pytest.raises(IndexError):
-            HashWindow(hashes[8:], first=8).hexes(outside)
+            HashWindow(hashes, first=8).hexes(outside)
 
 
 def test_hashes_pickle_as_one_blob() -> None:

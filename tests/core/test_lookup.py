@@ -60,7 +60,7 @@ def run(
     query = LookupQuery(
         start_chunk * BLOCK,
         len(hashes) * BLOCK,
-        HashWindow(hashes[start_chunk:], first=start_chunk),
+        HashWindow(hashes, first=start_chunk),
         sentinels,
     )
     boundaries = Boundaries((FullAttention(BLOCK),), BLOCK, BLOCK)
@@ -236,7 +236,7 @@ def test_every_kind_of_group_needs_all_of_its_parts(
     )
     start_token, end_token = case.where.start_token, case.where.end_token
     first = start_token // unit
-    window = HashWindow(hashes[first:], first=first)
+    window = HashWindow(hashes, first=first)
     query = LookupQuery(start_token, end_token, window)
     hit = drive(lookup(query, case.boundaries, parts), presence)
     assert hit.hit_token == longest_hit(replace(case, present=frozenset(everywhere)))
@@ -254,7 +254,7 @@ def test_sentinels_are_chunks_of_full_attention() -> None:
         ((SlidingWindow(BLOCK, 64), Mamba(BLOCK)), []),
     ):
         presence.asked.clear()
-        query = LookupQuery(4 * BLOCK, 4 * BLOCK, HashWindow((), first=4), (hashes[0],))
+        query = LookupQuery(4 * BLOCK, 4 * BLOCK, HashWindow(hashes, first=4, end=4), (hashes[0],))
         hit = drive(lookup(query, Boundaries(groups, BLOCK, BLOCK), parts), presence)
         assert hit == LookupHit(4 * BLOCK, 4 * BLOCK)
         assert presence.asked == sentinels

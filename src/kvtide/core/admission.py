@@ -265,7 +265,7 @@ class Admission:
         query = LookupQuery(
             start_token,
             end,
-            HashWindow(view.hashes(first_hash, end_hash), first=first_hash),
+            HashWindow(view.hash_list, first=first_hash, end=end_hash),
             self._sentinel_hashes(view, start_token) if sentinels else (),
         )
         inquiry = _Inquiry(

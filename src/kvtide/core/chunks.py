@@ -123,5 +123,9 @@ class ChunkedTokenDatabase:
 
     def keys_at(self, block_hashes: HexSource, hash_indexes: Sequence[int]) -> list[str]:
         """Return the keys of the chunks that the hashes at ``hash_indexes`` name."""
+        return self.keys_named(block_hashes.hexes(hash_indexes))
+
+    def keys_named(self, hexes: Sequence[str]) -> list[str]:
+        """Return the keys of the chunks whose hashes in hex are ``hexes``."""
         head = PoolKey.build_key_string(self.prefix, "")
-        return [head + text for text in block_hashes.hexes(hash_indexes)]
+        return [head + text for text in hexes]

@@ -51,8 +51,12 @@ class Coordinator:
     stores_dense: bool = False
     lcm_block_size: int = field(init=False)
     """The least common multiple of the groups' block sizes, in tokens."""
-    max_proof_tokens: int = field(init=False)
+    alignment: int = field(init=False, repr=False)
+    """The distance in tokens between boundaries."""
+    max_proof_tokens: int = field(init=False, repr=False)
     """How many tokens beyond a boundary have to be matched, 0 without a draft model."""
+    sentinel_block_size: int | None = field(init=False, repr=False)
+    """The block size of the group whose chunks are all stored, ``None`` where there is none."""
     _retention: Retention = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,15 +71,17 @@ class Coordinator:
             if group.proof_tokens > (0 if group.is_state else group.block_size):
                 raise ValueError(f"a proof is at most a block, and a state has none: {group}")
         lcm = math.lcm(*(group.block_size for group in self.groups))
-        object.__setattr__(self, "lcm_block_size", lcm)
-        proofs = [group.proof_tokens for group in self.groups]
-        object.__setattr__(self, "max_proof_tokens", max(proofs))
+        derived = {
+            "lcm_block_size": lcm,
+            "alignment": self.hash_block_size if self.partial_hits else lcm,
+            "max_proof_tokens": max(group.proof_tokens for group in self.groups),
+            "sentinel_block_size": next(
+                (group.block_size for group in self.groups if group.is_downward_closed), None
+            ),
+        }
+        for name, value in derived.items():  # each request asks for them, so once for all
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "_retention", Retention(lcm, self.retention_interval))
-
-    @property
-    def alignment(self) -> int:
-        """The distance in tokens between boundaries."""
-        return self.hash_block_size if self.partial_hits else self.lcm_block_size
 
     @property
     def boundaries(self) -> Boundaries:
@@ -86,11 +92,6 @@ class Coordinator:
     def may_shorten(self) -> bool:
         """Whether every boundary below a hit is a hit as well, under the names at the boundary."""
         return not self.partial_hits and all(group.is_downward_closed for group in self.groups)
-
-    @property
-    def sentinel_block_size(self) -> int | None:
-        """The block size of the group whose chunks are all stored, ``None`` where there is none."""
-        return next((g.block_size for g in self.groups if g.is_downward_closed), None)
 
     def aligned(self, num_tokens: int) -> int:
         """Return ``num_tokens`` rounded down to whole ``lcm_block_size``: the units of saving."""
@@ -306,7 +307,7 @@ class Coordinator:
         known_tokens = min(num_tokens - 1, len(block_hashes) * self.hash_block_size)
         end_token = self.last_boundary(max(0, known_tokens))
         end = (end_token + self.max_proof_tokens) // self.hash_block_size
-        return LookupQuery(0, end_token, HashWindow(block_hashes[:end]))
+        return LookupQuery(0, end_token, HashWindow(block_hashes, end=min(end, len(block_hashes))))
 
 
 def _runs_of_multiples(group: Group, chunks: range, step: int) -> Iterator[range]:

@@ -110,15 +110,21 @@ def _ask_parts(
     answers = yield sentinel_keys + first.keys_at(query.hashes, ask.hash_indexes)
     sentinels_present = all(answers[:num_sentinels])
     present = list(answers[num_sentinels:])
-    step = max(1, MAX_PROBE_KEYS // len(others)) if others else 1
+    if not others:
+        return present, sentinels_present
+    step = max(1, MAX_PROBE_KEYS // len(others))
     places = _worth_asking(present, ask)
-    while others and places:
+    while places:
         asked, places = places[:step], places[step:]
-        indexes = [ask.hash_indexes[place] for place in asked]
-        answers = yield [key for part in others for key in part.keys_at(query.hashes, indexes)]
-        for number, place in enumerate(asked):
-            present[place] = all(answers[number :: len(asked)])
-        if ask.up_to_gap and not all(present[place] for place in asked):
+        hexes = query.hashes.hexes([ask.hash_indexes[place] for place in asked])
+        answers = yield [key for part in others for key in part.keys_named(hexes)]
+        by_part = (
+            answers[first : first + len(asked)] for first in range(0, len(answers), len(asked))
+        )
+        are_whole = list(map(all, zip(*by_part, strict=True)))
+        for place, is_whole in zip(asked, are_whole, strict=True):
+            present[place] = is_whole
+        if ask.up_to_gap and not all(are_whole):
             break
     return present, sentinels_present
 

@@ -293,7 +293,7 @@ class WindowProbe(Probe):
 
 def leading(answers: Sequence[bool]) -> int:
     """Return how many answers are true before the first false one."""
-    for count, answer in enumerate(answers):
-        if not answer:
-            return count
-    return len(answers)
+    try:
+        return answers.index(False)
+    except ValueError:
+        return len(answers)

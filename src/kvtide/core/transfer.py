@@ -47,6 +47,10 @@ class RequestView(Protocol):
     def num_hashes(self) -> int:
         """The hash blocks that exist now; only accepted tokens are hashed."""
 
+    @property
+    def hash_list(self) -> Sequence[bytes]:
+        """The engine's own list of hashes, which may grow: to be read later, on any thread."""
+
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes of the hash blocks ``[first, end)``."""
 

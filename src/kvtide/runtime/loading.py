@@ -6,10 +6,12 @@ that token is known to be in the store, whatever groups there are.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_block_ids
@@ -47,14 +49,30 @@ class LoadPart:
     is_blocked: bool = False
 
 
-class PartValue(NamedTuple):
-    """One value of a part: its name, where it starts in tokens and where it lies in the slab."""
+@dataclass(frozen=True, slots=True)
+class PartValues:
+    """The values of a part, column by column: names, first tokens, places in the slab, sizes."""
 
-    key: str
-    token: int
-    chunk: int
-    offset: int
-    payload_bytes: int
+    keys: list[str]
+    tokens: list[int]
+    chunks: list[int]
+    offsets: list[int]
+    payload_bytes: list[int]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def rotated(self, first: int) -> PartValues:
+        """Return the same values, from the one at ``first`` on."""
+        return PartValues(*([*column[first:], *column[:first]] for column in self._columns()))
+
+    def below(self, token: int) -> PartValues:
+        """Return the values that start before ``token``."""
+        kept = [index for index, start in enumerate(self.tokens) if start < token]
+        return PartValues(*([column[index] for index in kept] for column in self._columns()))
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.keys, self.tokens, self.chunks, self.offsets, self.payload_bytes
 
 
 def first_token(job: LoadJob, block_sizes: Sequence[int]) -> int:
@@ -82,21 +100,26 @@ def split_load(
     groups of which this rank has nothing), ``block_sizes`` are in tokens. Stops at the first chunk
     whose target is the null block or whose value exceeds the capacity.
     """
-    plan = _PartPlan(job, row_bytes, num_parts)
-    for token, group_id, chunk in heapq.merge(
-        *(
-            _starts(job, group_id, block_size)
-            for group_id, block_size in enumerate(block_sizes)
-            if num_parts[group_id]
+    order = _Order(job, num_parts, block_sizes)
+    sizes = np.asarray(row_bytes)[order.groups]
+    is_blocked = (order.block_ids == NULL_BLOCK_ID) | (sizes > capacity_bytes)
+    blocked = int(is_blocked.argmax()) if is_blocked.any() else len(sizes)
+    end_bytes = np.cumsum(sizes)
+    end_keys = np.cumsum(np.asarray(num_parts)[order.groups])
+    first = 0
+    while True:
+        done_bytes = end_bytes[first - 1] if first else 0
+        done_keys = end_keys[first - 1] if first else 0
+        # Until the bytes are used up, and with the chunk that reaches the number of keys.
+        stop = int(np.searchsorted(end_bytes, done_bytes + capacity_bytes, side="right"))
+        stop = min(stop, int(np.searchsorted(end_keys, done_keys + MAX_PART_KEYS)) + 1, blocked)
+        next_token = int(order.tokens[stop]) if stop < len(sizes) else None
+        yield LoadPart(
+            order.runs(first, stop, row_bytes), next_token, is_blocked=stop == blocked < len(sizes)
         )
-    ):
-        is_blocked = not plan.can_ever_hold(group_id, chunk, capacity_bytes)
-        if is_blocked or not plan.has_room(group_id, capacity_bytes):
-            yield plan.finish(token, is_blocked=is_blocked)
-            if is_blocked:
-                return
-        plan.add(group_id, chunk)
-    yield plan.finish(None)
+        if stop == blocked:
+            return
+        first = stop
 
 
 def part_values(
@@ -104,75 +127,77 @@ def part_values(
     databases: Sequence[Sequence[ChunkedTokenDatabase]],
     job: LoadJob,
     layout: StoreLayout,
-) -> list[PartValue]:
+) -> PartValues:
     """Return the values of a part, run after run; ``databases`` are by group and part.
 
     Raises:
         IndexError: the job does not carry the hashes of its chunks.
     """
-    values: list[PartValue] = []
+    values = PartValues([], [], [], [], [])
     for run in part.runs:
         block_size = databases[run.group_id][0].block_size
         num_parts = len(databases[run.group_id])
         rows = run.rows.divided(num_parts)
-        payload_bytes = layout.groups[run.group_id].payload_bytes
         tail_token = job.tail_tokens[run.group_id]
         # Only the load's last chunk of a group has the tail inside it.
         is_last = tail_token <= run.chunks.stop * block_size
         tail = tail_token if is_last else None
-        keys = interleaved(
-            [database.keys(job.hashes, run.chunks, tail) for database in databases[run.group_id]]
+        values.keys.extend(
+            interleaved(
+                [
+                    database.keys(job.hashes, run.chunks, tail)
+                    for database in databases[run.group_id]
+                ]
+            )
         )
-        for row, key in enumerate(keys):
-            chunk = run.chunks[row // num_parts]
-            offset = rows.offset + row * rows.row_bytes
-            values.append(PartValue(key, chunk * block_size, chunk, offset, payload_bytes))
+        chunks = [chunk for chunk in run.chunks for _ in range(num_parts)]
+        values.chunks.extend(chunks)
+        values.tokens.extend(chunk * block_size for chunk in chunks)
+        values.offsets.extend(range(rows.offset, rows.offset + rows.num_bytes, rows.row_bytes))
+        values.payload_bytes.extend([layout.groups[run.group_id].payload_bytes] * rows.num_rows)
     return values
 
 
-def _starts(job: LoadJob, group_id: int, block_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(start token, group, chunk)`` of a group's chunks."""
-    first = job.first_chunks[group_id]
-    num_chunks = len(unpack_block_ids(job.block_ids[group_id]))
-    for chunk in range(first, first + num_chunks):
-        yield chunk * block_size, group_id, chunk
+class _Order:
+    """A load's chunks in token order, at one token by group: ``tokens`` are where they start."""
 
-
-class _PartPlan:
-    """The part that is being filled."""
-
-    def __init__(self, job: LoadJob, row_bytes: Sequence[int], num_parts: Sequence[int]) -> None:
+    def __init__(self, job: LoadJob, num_parts: Sequence[int], block_sizes: Sequence[int]) -> None:
         self._first_chunks = job.first_chunks
-        self._block_ids = [unpack_block_ids(packed) for packed in job.block_ids]
-        self._row_bytes = row_bytes
-        self._num_parts = num_parts
-        self._chunks: dict[int, range] = {}
-        self._num_bytes = self._num_keys = 0
+        self._tables = [
+            np.asarray(unpack_block_ids(packed), dtype=np.int64) for packed in job.block_ids
+        ]
+        group_ids = [number for number, parts in enumerate(num_parts) if parts]
+        columns = [
+            np.concatenate([np.empty(0, dtype=np.int64), *arrays])
+            for arrays in (
+                [self._starts(number, block_sizes[number]) for number in group_ids],
+                [np.full(len(self._tables[number]), number) for number in group_ids],
+                [self._tables[number] for number in group_ids],
+            )
+        ]
+        if len(group_ids) > 1:
+            order = columns[0].argsort(kind="stable")
+            columns = [column[order] for column in columns]
+        self.tokens, self.groups, self.block_ids = columns
+        self._num_done = [0] * len(num_parts)
 
-    def can_ever_hold(self, group_id: int, chunk: int, capacity_bytes: int) -> bool:
-        block_id = self._block_ids[group_id][chunk - self._first_chunks[group_id]]
-        return block_id != NULL_BLOCK_ID and self._row_bytes[group_id] <= capacity_bytes
+    def _starts(self, group_id: int, block_size: int) -> npt.NDArray[np.int64]:
+        first = self._first_chunks[group_id]
+        return np.arange(first, first + len(self._tables[group_id])) * block_size
 
-    def has_room(self, group_id: int, capacity_bytes: int) -> bool:
-        fits = self._num_bytes + self._row_bytes[group_id] <= capacity_bytes
-        return fits and self._num_keys < MAX_PART_KEYS
-
-    def add(self, group_id: int, chunk: int) -> None:
-        known = self._chunks.get(group_id, range(chunk, chunk))
-        self._chunks[group_id] = range(known.start, chunk + 1)
-        self._num_bytes += self._row_bytes[group_id]
-        self._num_keys += self._num_parts[group_id]
-
-    def finish(self, next_token: int | None, *, is_blocked: bool = False) -> LoadPart:
-        """Return the part and begin the next."""
+    def runs(self, first: int, stop: int, row_bytes: Sequence[int]) -> tuple[LoadRun, ...]:
+        """Return the next chunks, which are those from ``first`` to ``stop``, as runs of groups."""
         runs: list[LoadRun] = []
         offset = 0
-        for group_id, chunks in self._chunks.items():
-            rows = Rows(offset, len(chunks), self._row_bytes[group_id])
-            first = self._first_chunks[group_id]
-            block_ids = self._block_ids[group_id][chunks.start - first : chunks.stop - first]
-            runs.append(LoadRun(group_id, chunks, list(block_ids), rows))
+        counts = np.bincount(self.groups[first:stop], minlength=len(self._num_done))
+        for group_id, count in enumerate(counts.tolist()):
+            if not count:
+                continue
+            done = self._num_done[group_id]
+            self._num_done[group_id] = done + count
+            start = self._first_chunks[group_id] + done
+            rows = Rows(offset, count, row_bytes[group_id])
+            block_ids = self._tables[group_id][done : done + count].tolist()
+            runs.append(LoadRun(group_id, range(start, start + count), block_ids, rows))
             offset += rows.num_bytes
-        self._chunks = {}
-        self._num_bytes = self._num_keys = 0
-        return LoadPart(tuple(runs), next_token, is_blocked)
+        return tuple(runs)

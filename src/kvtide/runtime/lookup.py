@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.lookup import LookupHit, LookupQuery, Questions, lookup
@@ -48,6 +49,11 @@ class _Entry:
     found_s: float | None = None
 
 
+def _let_others_run() -> None:
+    """Let the scheduling thread in between two bursts of key building."""
+    time.sleep(0)
+
+
 def miss(query: LookupQuery) -> LookupHit:
     """Return the answer where nothing is known: no hit, and nothing to repair."""
     return LookupHit(query.start_token, query.start_token)
@@ -80,7 +86,8 @@ class LookupExecutor:
         self._clock = clock
         self._threaded = threaded
         self._faults = FaultLog(logging.getLogger("kvtide.runtime"))
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
         self._entries: dict[int, _Entry] = {}
         self._active: list[_Entry] = []
         self._counters: Counter[str] = Counter()
@@ -95,7 +102,7 @@ class LookupExecutor:
         now_s = self._clock()
         timeout_s = self._timeout_s
         entry = _Entry(query, namespace, now_s + timeout_s, now_s + LIMIT_TIMEOUTS * timeout_s)
-        with self._ready:
+        with self._lock:
             self._drop(ticket)
             num_pending = max(len(self._entries), len(self._active))
             if num_pending >= MAX_PENDING or not self._may_begin(now_s):
@@ -115,7 +122,7 @@ class LookupExecutor:
         miss from token 0.
         """
         now_s = self._clock()
-        with self._ready:
+        with self._lock:
             entry = self._entries.get(ticket)
             if entry is None:
                 return LookupHit(0, 0)
@@ -129,24 +136,24 @@ class LookupExecutor:
 
     def last_found_s(self, ticket: int) -> float | None:
         """Return when the store last had some of a lookup's keys; ``None`` if it has not."""
-        with self._ready:
+        with self._lock:
             entry = self._entries.get(ticket)
             return None if entry is None else entry.found_s
 
     def cancel(self, ticket: int) -> None:
         """Forget a lookup whose answer nobody wants any more; harmless if there is none."""
-        with self._ready:
+        with self._lock:
             self._drop(ticket)
 
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call, by the store too."""
-        with self._ready:
+        with self._lock:
             taken, self._counters = self._counters, Counter()
         return taken + counters_of(self._store)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread and close the store; a call that hangs is abandoned, its store open."""
-        with self._ready:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -192,7 +199,7 @@ class LookupExecutor:
 
     def _run(self) -> None:
         while True:
-            with self._ready:
+            with self._lock:
                 self._ready.wait_for(lambda: self._active or self._is_closed)
                 if self._is_closed:
                     return
@@ -217,40 +224,57 @@ class LookupExecutor:
             for entry in entries:
                 self._answer(entry, miss(entry.query))
             return
-        for entry in entries:
-            self._step(entry, answers)
-            time.sleep(0)  # lets the scheduling thread in, as in _take_round
+        for number, (entry, present) in enumerate(zip(entries, answers, strict=True)):
+            if number:
+                _let_others_run()
+            self._step(entry, present)
+        if self._active:
+            _let_others_run()
 
     def _take_round(self) -> list[_Entry]:
         """Return the lookups of this round, each with keys to ask; the rest waits in turn."""
-        with self._ready:
+        with self._lock:
             waiting, self._active = self._active, []
         taken: list[_Entry] = []
-        num_keys = 0
+        num_keys = num_begun = 0
         for index, entry in enumerate(waiting):
             if entry.is_cancelled:
                 continue
             if entry.questions is None:
-                self._step(entry, {})
-                # Lets the scheduling thread in between two bursts of key building.
-                time.sleep(0)
+                if num_begun:
+                    _let_others_run()
+                num_begun += 1
+                self._step(entry, ())
                 if entry.hit is not None:
                     continue
             num_keys += len(entry.keys)
             if taken and num_keys > MAX_ROUND_KEYS:
-                with self._ready:
+                with self._lock:
                     self._active = waiting[index:] + self._active
                 break
             taken.append(entry)
         return taken
 
-    def _ask(self, entries: Sequence[_Entry]) -> dict[str, bool]:
-        wanted = dict.fromkeys((key for entry in entries for key in entry.keys), False)
+    def _ask(self, entries: Sequence[_Entry]) -> list[Sequence[bool]]:
+        """Return the answers of each lookup; what several of them ask for is asked once."""
+        if len(entries) == 1:  # never asks twice for a key
+            return [self._present(entries[0].keys)]
+        keys = list(dict.fromkeys(chain.from_iterable(entry.keys for entry in entries)))
+        answers = dict(zip(keys, self._present(keys), strict=True))
+        return [[answers[key] for key in entry.keys] for entry in entries]
+
+    def _present(self, keys: Sequence[str]) -> Sequence[bool]:
         # What is bad is not asked for: asking may lease it, and what is leased cannot be removed.
-        bad = self.bad_keys.among(wanted)
-        keys = [key for key in wanted if key not in bad]
+        bad = self.bad_keys.among(keys)
+        if bad:
+            good = [key for key in keys if key not in bad]
+            answers = dict(zip(good, self._exists(good), strict=True))
+            return [answers.get(key, False) for key in keys]
+        return self._exists(keys)
+
+    def _exists(self, keys: Sequence[str]) -> Sequence[bool]:
         if not keys:
-            return wanted
+            return ()
         self._call_since_s = self._clock()
         try:
             present = self._store.exists(keys)
@@ -259,10 +283,9 @@ class LookupExecutor:
         if len(present) != len(keys):
             raise ValueError(f"{len(present)} answers to {len(keys)} keys")
         self._count("looked_up_keys", len(keys))
-        wanted.update(zip(keys, present, strict=True))
-        return wanted
+        return present
 
-    def _step(self, entry: _Entry, answers: dict[str, bool]) -> None:
+    def _step(self, entry: _Entry, present: Sequence[bool]) -> None:
         """Send a lookup its answers (begin it, if it has not begun): more keys, or its hit."""
         try:
             if entry.questions is None:
@@ -273,12 +296,11 @@ class LookupExecutor:
                 )
                 entry.keys = next(entry.questions)
             else:
-                found = [answers[key] for key in entry.keys]
-                if any(found):
+                if any(present):
                     entry.found_s = now_s = self._clock()
                     entry.deadline_s = min(now_s + self._timeout_s, entry.limit_s)
-                entry.keys = entry.questions.send(found)
-                with self._ready:
+                entry.keys = entry.questions.send(present)
+                with self._lock:
                     if not entry.is_cancelled and not self._is_closed:
                         self._active.append(entry)
         except StopIteration as stop:
@@ -289,11 +311,11 @@ class LookupExecutor:
             self._answer(entry, miss(entry.query))
 
     def _answer(self, entry: _Entry, hit: LookupHit) -> None:
-        with self._ready:
+        with self._lock:
             entry.hit = hit
             entry.questions = None
             entry.keys = ()
 
     def _count(self, name: str, amount: int) -> None:
-        with self._ready:
+        with self._lock:
             self._counters[name] += amount

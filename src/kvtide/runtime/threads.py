@@ -14,7 +14,7 @@ from kvtide.core.jobs import JobEnd
 from kvtide.errors import StoreError
 from kvtide.runtime.context import RankContext
 from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
-from kvtide.runtime.loading import LoadPart, PartValue, part_values, split_load
+from kvtide.runtime.loading import LoadPart, PartValues, part_values, split_load
 from kvtide.runtime.service import Service
 from kvtide.runtime.slab import Slab
 from kvtide.stores.base import Status, Store
@@ -217,23 +217,20 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
                 return False
         return True
 
-    def _fetch(self, values: Sequence[PartValue]) -> int | None:
+    def _fetch(self, values: PartValues) -> int | None:
         """Fetch and verify; return the first token that is not proven, ``None`` if all are."""
-        bad = self._bad_keys.among(value.key for value in values)
-        fail_token = min((value.token for value in values if value.key in bad), default=None)
-        if fail_token is not None:
-            values = [value for value in values if value.token < fail_token]
+        bad = self._bad_keys.among(values.keys)
+        fail_token: int | None = None
+        if bad:
+            names = zip(values.keys, values.tokens, strict=True)
+            fail_token = min(token for key, token in names if key in bad)
+            values = values.below(fail_token)
         if not values:
             return fail_token
         statuses = self._get(values)
-        wrong: list[str] = []
-        unproven: list[int] = [] if fail_token is None else [fail_token]
-        for value, status in zip(values, statuses, strict=True):
-            is_whole = status is Status.OK and self._is_whole(value)
-            if status is Status.OK and not is_whole:
-                wrong.append(value.key)
-            if not is_whole:
-                unproven.append(value.token)
+        wrong, unproven = self._judge(values, statuses)
+        if fail_token is not None:
+            unproven.append(fail_token)
         self._ledger.count(
             {
                 "missing_chunks": statuses.count(Status.MISSING),
@@ -242,20 +239,37 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         )
         if wrong:
             self._distrust(wrong)
-        self._forget_phantoms(values, statuses, unproven)
-        return min(unproven, default=None)
+        stop_token = min(unproven, default=None)
+        if stop_token is not None:
+            self._forget_phantoms(values, statuses, stop_token)
+        return stop_token
 
-    def _get(self, values: Sequence[PartValue]) -> list[Status]:
+    def _get(self, values: PartValues) -> list[Status]:
         """Fetch values; each rank begins at another one, since copies of a part are read by all."""
         first = self._role.rank * len(values) // self._role.num_ranks
-        turned = [*values[first:], *values[:first]]
+        turned = values.rotated(first) if first else values
         statuses = self._store.get(self._batch(turned))
-        _check_answers(statuses, turned)
+        _check_answers(statuses, turned.keys)
         back = len(values) - first
         return [*statuses[back:], *statuses[:back]]
 
+    def _judge(self, values: PartValues, statuses: Sequence[Status]) -> tuple[list[str], list[int]]:
+        """Return the keys of what is not whole, and the tokens of all that is not proven."""
+        wrong: list[str] = []
+        unproven: list[int] = []
+        buffer, overhead = self._slab.buffer, self._values.overhead_bytes
+        columns = (values.keys, values.tokens, values.offsets, values.payload_bytes)
+        for status, key, token, offset, payload_bytes in zip(statuses, *columns, strict=True):
+            if status is Status.OK:
+                found = buffer[offset : offset + payload_bytes + overhead]
+                if self._values.is_whole(found, key, payload_bytes):
+                    continue
+                wrong.append(key)
+            unproven.append(token)
+        return wrong, unproven
+
     def _forget_phantoms(
-        self, values: Sequence[PartValue], statuses: Sequence[Status], unproven: Sequence[int]
+        self, values: PartValues, statuses: Sequence[Status], stop_token: int
     ) -> None:
         """Remove the value at which the load stops, if the store had none to give.
 
@@ -263,11 +277,10 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         this prefix pays a failed load, and nobody ever writes the value anew. Only this one: a
         store that fails for a moment must not lose all that was asked of it.
         """
-        stop_token = min(unproven, default=None)
         phantoms = [
-            value.key
-            for value, status in zip(values, statuses, strict=True)
-            if value.token == stop_token and status in (Status.MISSING, Status.FAILED)
+            key
+            for key, token, status in zip(values.keys, values.tokens, statuses, strict=True)
+            if token == stop_token and status in (Status.MISSING, Status.FAILED)
         ]
         if phantoms:
             self._bad_keys.add(phantoms)
@@ -275,19 +288,14 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
             self._bad_keys.discard(removed)
             self._ledger.report_keys(bad=set(phantoms) - removed)
 
-    def _batch(self, values: Sequence[PartValue]) -> Batch:
-        address = self._slab.address
+    def _batch(self, values: PartValues) -> Batch:
+        address, overhead = self._slab.address, self._values.overhead_bytes
         return Batch(
-            [value.key for value in values],
-            [(address + value.offset,) for value in values],
-            [(self._values.value_bytes(value.payload_bytes),) for value in values],
-            [value.chunk for value in values],
+            values.keys,
+            [(address + offset,) for offset in values.offsets],
+            [(num_bytes + overhead,) for num_bytes in values.payload_bytes],
+            values.chunks,
         )
-
-    def _is_whole(self, value: PartValue) -> bool:
-        end = value.offset + self._values.value_bytes(value.payload_bytes)
-        found = self._slab.buffer[value.offset : end]
-        return self._values.is_whole(found, value.key, value.payload_bytes)
 
     def _distrust(self, keys: Sequence[str]) -> None:
         """Never believe these values again: remove them, or report that they are still there."""

@@ -54,6 +54,11 @@ class RecordingRequest:
         """The hash blocks that exist now."""
         return len(self.block_hashes)
 
+    @property
+    def hash_list(self) -> Sequence[bytes]:
+        """All hashes; reading them is not on record."""
+        return self.block_hashes
+
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes ``[first, end)``."""
         self.hash_reads.append(range(first, end))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,19 @@ def test_the_guess_costs_the_scheduling_thread_few_probes(
     setup = setup_of("window alone", num_blocks=1200, max_num_batched_tokens=2048)
     with modelled_engine(folder, store, setup) as engine:
         tables = type(engine.connector._scheduler_side._tables)
-        is_cached = tables.is_cached
+        find_cached = tables.find_cached
         probes: list[int] = []
 
-        def counting(self: Any, group_id: int, block_hash: bytes) -> bool:
-            probes.append(group_id)
-            return bool(is_cached(self, group_id, block_hash))
+        def counting(self: Any, group_id: int) -> Callable[[bytes], object]:
+            find = find_cached(self, group_id)
 
-        monkeypatch.setattr(tables, "is_cached", counting)
+            def count(block_hash: bytes) -> object:
+                probes.append(group_id)
+                return find(block_hash)
+
+            return count
+
+        monkeypatch.setattr(tables, "find_cached", counting)
         run(engine, {"p": tokens(7, 2000)})
         probes.clear()
         assert hint_and_hit(engine, tokens(8, 2000)) == (0, 0)

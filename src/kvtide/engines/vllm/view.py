@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,14 @@ class EngineTables:
             if group_id in states
         ]
 
-    def is_cached(self, group_id: int, block_hash: bytes) -> bool:
-        """Tell whether vLLM's own prefix cache holds a block of the core's group ``group_id``."""
-        cached = self.manager.block_pool.get_cached_block(block_hash, [self.group_ids[group_id]])
-        return cached is not None
+    def find_cached(self, group_id: int) -> Callable[[bytes], object]:
+        """Return what finds a block of the core's group ``group_id`` in vLLM's own prefix cache.
+
+        By the block's hash; ``None`` where vLLM does not hold it.
+        """
+        group_ids = [self.group_ids[group_id]]
+        get: Callable[[bytes, list[int]], object] = self.manager.block_pool.get_cached_block
+        return lambda block_hash: get(block_hash, group_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give the references back; blocks are evicted in the order given."""
@@ -94,6 +98,12 @@ class VllmRequestView:
     def num_hashes(self) -> int:
         """How many full hash blocks vLLM has hashed."""
         return len(self.request.block_hashes)
+
+    @property
+    def hash_list(self) -> Sequence[bytes]:
+        """VLLM's own list, which it appends to."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return hashes
 
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes ``[first, end)``."""
@@ -160,11 +170,13 @@ class VllmRequestView:
 
     def _num_cached(self, group_id: int, names: Sequence[int]) -> int:
         """Guess how many blocks of a run vLLM holds before the first that it does not."""
-        hashes = self.request.block_hashes
-        low, high = 0, len(names)
+        hashes, find = self.request.block_hashes, self._tables.find_cached(group_id)
+        if not names or find(hashes[names[0]]) is None:
+            return 0  # the usual case of a new prompt costs one probe
+        low, high = 1, len(names)
         while low < high:
             middle = (low + high) // 2
-            if self._tables.is_cached(group_id, hashes[names[middle]]):
+            if find(hashes[names[middle]]) is not None:
                 low = middle + 1
             else:
                 high = middle
@@ -183,6 +195,7 @@ class VllmRequestView:
             return len(names).bit_length(), [i < num_cached for i in range(len(names))]
         # Of states the last is the best, of others the first asked.
         probed = names[max(0, len(names) - num_left) :] if group.is_state else names[:num_left]
-        answers = [self._tables.is_cached(ask.group_id, hashes[name]) for name in probed]
+        find = self._tables.find_cached(ask.group_id)
+        answers = [find(hashes[name]) is not None for name in probed]
         unprobed = [False] * (len(names) - len(probed))
         return len(probed), unprobed + answers if group.is_state else answers + unprobed
