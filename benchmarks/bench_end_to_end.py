@@ -1,0 +1,262 @@
+"""vLLM on the CPU with each connector and with none, side by side, asked in turns.
+
+    python benchmarks/bench_end_to_end.py [--rounds 9]
+
+Four engines of a small model, each in a process with one core for the model: without a connector,
+with kvtide on a local pool and on Mooncake, and with vLLM's in-tree connector on another Mooncake
+pool. All save what they decode. Measured are the time to a long prompt's first token, cold and from
+the pool; the tax of saving on decode throughput; the slowest steps while other requests' prefixes
+are looked up and loaded; and how much an engine's own small cache still serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from engine_process import BLOCK, Answers, EngineProcess
+from measuring import Row, compared, left_out, quartiles, report
+
+from kvtide.errors import StoreOpenError
+from kvtide.stores.mooncake_package import mooncake_module
+from kvtide.testing.mooncake import MooncakePool
+
+BENCH = "end_to_end"
+LONG_TOKENS = 8192
+NUM_DECODES, DECODE_PROMPT, DECODE_TOKENS = 8, 256, 192
+NUM_LATE = 6
+MAX_TAX = 0.02
+NONE, LOCAL, MOONCAKE, IN_TREE = "none", "kvtide, local", "kvtide, Mooncake", "in-tree, Mooncake"
+
+
+@dataclass(slots=True)
+class Sides:
+    """The engines by name, and prompts that none has seen."""
+
+    engines: dict[str, EngineProcess]
+    generator: random.Random = field(default_factory=lambda: random.Random(11))  # noqa: S311
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Return a new prompt."""
+        return [self.generator.randrange(3, 1024) for _ in range(num_tokens)]
+
+    def each(self, ask: Callable[[EngineProcess], Answers]) -> Iterator[tuple[str, Answers]]:
+        """Ask the engines in turns, each time in another order."""
+        names = list(self.engines)
+        self.generator.shuffle(names)
+        for name in names:
+            yield name, ask(self.engines[name])
+
+
+def first_token_rows(sides: Sides, num_rounds: int) -> list[Row]:
+    """Time the first token of a long prompt, computed and loaded."""
+    cold: dict[str, list[float]] = {name: [] for name in sides.engines}
+    warm: dict[str, list[float]] = {name: [] for name in sides.engines}
+    for _ in range(num_rounds):
+        prompt = sides.prompt(LONG_TOKENS)
+        tokens = set()
+        for times in (cold, warm):
+            for name, answers in sides.each(lambda engine: engine.answer([prompt], 16)):  # noqa: B023
+                times[name].append(answers.first_token_s[0] * 1e3)
+                tokens.add(tuple(answers.tokens[0]))
+                if times is warm and name != NONE and not answers.num_cached[0]:
+                    raise RuntimeError(f"{name} loaded nothing")
+        if len(tokens) != 1:
+            raise RuntimeError(f"the engines answer differently: {tokens}")
+    case = f"first token, {LONG_TOKENS:,} tokens"
+    rows = [
+        compared(BENCH, f"{case}: computed with {name}, without", "ms", cold[name], cold[NONE])
+        for name in (LOCAL, MOONCAKE, IN_TREE)
+    ]
+    rows += [
+        compared(
+            BENCH, f"{case}: loaded with {name}, computed without", "ms", warm[name], cold[NONE]
+        )
+        for name in (LOCAL, MOONCAKE, IN_TREE)
+    ]
+    loaded = f"{case}: loaded, {MOONCAKE} beside in-tree"
+    return [*rows, compared(BENCH, loaded, "ms", warm[MOONCAKE], warm[IN_TREE])]
+
+
+def decode_rows(sides: Sides, num_rounds: int) -> list[Row]:
+    """Time decodes of which every block is saved, beside an engine that saves nothing."""
+    rates: dict[str, list[float]] = {name: [] for name in sides.engines}
+    for _ in range(num_rounds):
+        prompts = [sides.prompt(DECODE_PROMPT) for _ in range(NUM_DECODES)]
+        for name, answers in sides.each(lambda e: e.answer(prompts, DECODE_TOKENS)):  # noqa: B023
+            # The middle of the steps: the first compute prompts, and the last have fewer requests.
+            decodes = answers.steps_s[len(answers.steps_s) // 8 :]
+            rates[name].append(1e3 * sum(decodes) / len(decodes))
+    taxes = {
+        name: [ours / theirs - 1 for ours, theirs in zip(rates[name], rates[NONE], strict=True)]
+        for name in rates
+        if name != NONE
+    }
+    in_tree = statistics.median(taxes[IN_TREE])
+    rows = []
+    for name in (LOCAL, MOONCAKE):
+        tax = statistics.median(taxes[name])
+        is_met = tax < MAX_TAX and tax < in_tree
+        goal = f"tax < {MAX_TAX:.0%}, and below in-tree's"
+        case = f"tax on a decode step of {NUM_DECODES} requests, {name}"
+        ratio = tax / in_tree if in_tree > 0 else None
+        rows.append(
+            Row(
+                BENCH,
+                case,
+                "%",
+                100 * tax,
+                100 * in_tree,
+                ratio,
+                goal,
+                is_met,
+                quartiles(taxes[name]),
+            )
+        )
+    return rows
+
+
+def slow_step_rows(sides: Sides, num_rounds: int) -> list[Row]:
+    """Find the slowest steps of decodes while long prompts come that the pool has."""
+    slowest: dict[str, list[float]] = {name: [] for name in sides.engines}
+    for _ in range(num_rounds):
+        late = [sides.prompt(LONG_TOKENS // 4) for _ in range(NUM_LATE)]
+        prompts = [sides.prompt(DECODE_PROMPT) for _ in range(4)]
+        for _, _ in sides.each(lambda engine: engine.answer(late, 1)):  # noqa: B023
+            pass
+        for name, answers in sides.each(
+            lambda engine: engine.answer(prompts, 96, late=late)  # noqa: B023
+        ):
+            steps = sorted(answers.steps_s)
+            slowest[name].append(1e3 * steps[int(0.99 * (len(steps) - 1))])
+    case = f"p99 of steps while {NUM_LATE} prefixes of {LONG_TOKENS // 4:,} tokens come"
+    return [
+        compared(BENCH, f"{case}, {name} beside in-tree", "ms", slowest[name], slowest[IN_TREE])
+        for name in (LOCAL, MOONCAKE)
+    ]
+
+
+def local_hit_rows(model: Path, url: str, num_rounds: int) -> list[Row]:
+    """Compare what an engine's own cache serves with kvtide beside it and without.
+
+    The cache holds half of what comes back, so eviction decides; pins change its order.
+    """
+    rates: dict[str, list[float]] = {NONE: [], LOCAL: []}
+    small = {"num_gpu_blocks_override": 12 * 512 // BLOCK, "max_model_len": 1024}
+    sides = {NONE: None, LOCAL: kvtide(url)}
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(EngineProcess(model, transfer, **small))
+            for name, transfer in sides.items()
+        }
+        generator = random.Random(5)  # noqa: S311 - the same prompts on both sides
+        known = [[generator.randrange(3, 1024) for _ in range(448)] for _ in range(24)]
+        for _ in range(num_rounds):
+            order = [known[min(int(generator.expovariate(0.12)), 23)] for _ in range(40)]
+            for name, engine in engines.items():
+                served = asked = 0
+                for prompt in order:
+                    answers = engine.answer([prompt], 8, forget=False)
+                    served += answers.num_cached[0] - answers.num_loaded
+                    asked += len(prompt)
+                rates[name].append(100 * served / asked)
+    return [compared(BENCH, "served by the engine's own cache", "%", rates[LOCAL], rates[NONE])]
+
+
+def kvtide(url: str) -> dict[str, Any]:
+    """Return the configuration of kvtide on a pool."""
+    return {
+        "kv_connector": "KVTideConnector",
+        "kv_connector_module_path": "kvtide.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "store": url,
+            "save_decode_cache": True,
+            # vLLM's thread spins in this process while a request waits.
+            "lookup_wait_ms": 1000,
+        },
+    }
+
+
+IN_TREE_TRANSFER = {
+    "kv_connector": "MooncakeStoreConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"save_decode_cache": True},
+}
+
+
+def in_tree_config(pool: MooncakePool, folder: Path) -> Path:
+    """Write the file by which vLLM's connector finds its pool."""
+    path = folder / "mooncake.json"
+    settings = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"{pool.host}:{pool.port}",
+        "protocol": "tcp",
+        "device_name": "",
+        "mode": "standalone-store",
+        "global_segment_size": 0,
+        "local_buffer_size": 64 << 20,
+    }
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def run(num_rounds: int) -> list[Row]:
+    """Open the engines and measure."""
+    from kvtide.engines.vllm.demo_model import build, is_built, model_folder
+
+    model = model_folder()
+    if not is_built(model):
+        build(model)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        ours = stack.enter_context(MooncakePool(segment_bytes=2 << 30))
+        theirs = stack.enter_context(MooncakePool(segment_bytes=2 << 30))
+        os.environ["MOONCAKE_CONFIG_PATH"] = str(in_tree_config(theirs, folder))
+        transfers = {
+            NONE: None,
+            LOCAL: kvtide(f"local://{folder}/pool?size=2GiB"),
+            MOONCAKE: kvtide(ours.url),
+            IN_TREE: IN_TREE_TRANSFER,
+        }
+        with ExitStack() as running:
+            sides = Sides(
+                {
+                    name: running.enter_context(EngineProcess(model, transfer))
+                    for name, transfer in transfers.items()
+                }
+            )
+            rows = first_token_rows(sides, num_rounds)
+            rows += decode_rows(sides, num_rounds)
+            rows += slow_step_rows(sides, num_rounds)
+        return rows + local_hit_rows(model, f"local://{folder}/own?size=1GiB", min(num_rounds, 3))
+
+
+def main() -> None:
+    """Measure, or say why not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    rows = [left_out(BENCH, "vLLM is not installed")]
+    if find_spec("vllm") is not None:
+        try:
+            mooncake_module()
+            rows = run(options.rounds)
+        except StoreOpenError as error:
+            rows = [left_out(BENCH, str(error))]
+    report(BENCH, rows)
+
+
+if __name__ == "__main__":
+    main()
