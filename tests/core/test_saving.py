@@ -308,3 +308,8 @@ def test_a_decode_owes_no_proof() -> None:
     assert len(desk.emit(desk.scheduled(8, 8))) == 1
     assert desk.tracker.progress is not None
     assert not desk.tracker.progress.owed_proofs
+
+
+def test_it_tells_what_is_open_and_held() -> None:
+    """For whoever looks at an engine that waits."""
+    assert repr(Desk(CUT, 64).saving) == "<Saving [0 jobs, 0 blocks pinned]>"

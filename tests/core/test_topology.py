@@ -232,3 +232,12 @@ def test_a_group_that_cannot_be_divided_so_is_refused(split: Split, match: str) 
     sizes = ParallelSizes(tp_size=4, pp_size=2, dcp_size=4)
     with pytest.raises(ValueError, match=f"group 1: .*{match}"):
         Topology(sizes, (Split(1), split))
+
+
+def test_a_rank_without_a_group_s_layers_holds_nothing_of_it() -> None:
+    """Its share, were there something to store, stays what it was."""
+    role = Topology(ParallelSizes(tp_size=2, pp_size=2), (Split(2), Split(1))).role(3)
+    without = role.without([1])
+    assert without.parts == (role.parts[0], ())
+    assert (without.rank, without.shares) == (3, role.shares)
+    assert role.without([]) == role

@@ -126,3 +126,15 @@ def test_traits_tell_backends_and_instruction_sets_apart() -> None:
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     traits = features.attention_traits(config, [*layers, "unknown"])
     assert list(traits.values()) == ["CPU_ATTN/amx", "CPU_ATTN/vec", "CPU_ATTN", "", ""]
+
+
+def test_how_many_tokens_in_a_row_a_rank_has_is_read_off_every_release() -> None:
+    """The setting has had two names, and releases without it have one token."""
+
+    def found(**settings: int) -> int:
+        config = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+        return features.token_interleave(config)
+
+    assert found() == 1
+    assert found(dcp_kv_cache_interleave_size=8) == 8
+    assert found(dcp_kv_cache_interleave_size=8, cp_kv_cache_interleave_size=16) == 16

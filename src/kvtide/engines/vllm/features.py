@@ -242,6 +242,16 @@ def group_retains_longer_hits(group: Any) -> bool:
     )
 
 
+def token_interleave(vllm_config: Any) -> int:
+    """Return how many tokens in a row a decode-context parallel rank has of a block.
+
+    Asked on a rank once its connectors are made: for some of them vLLM sets it there alone.
+    """
+    parallel = vllm_config.parallel_config
+    older = getattr(parallel, "dcp_kv_cache_interleave_size", 1)
+    return int(getattr(parallel, "cp_kv_cache_interleave_size", older))
+
+
 def loses_reports_of_stages(vllm_config: Any) -> bool:
     """Tell whether the executor passes on what the last pipeline stage alone reports.
 

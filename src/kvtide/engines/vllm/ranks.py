@@ -106,7 +106,10 @@ def plan_ranks(
     sizes = parallel_sizes(vllm_config)
     if sizes.num_ranks == 1 and not config.store_tp_size:
         return RankPlan(Topology.undivided(len(group_ids)))
-    groups = [_GroupHeads(kv_cache_config, number, vllm_config, sizes) for number in group_ids]
+    total = total_kv_heads(vllm_config)
+    groups = [
+        _GroupHeads(kv_cache_config, number, vllm_config, sizes, total) for number in group_ids
+    ]
     faults = list(_faults(config, groups, sizes))
     if faults:
         raise ConfigError(faults)
@@ -121,17 +124,25 @@ def plan_ranks(
         ) from error
     if not config.store_tp_size:
         return own
-    unshared = tuple(
+    sharing = _sharing(config.store_tp_size, groups, sizes)
+    if sharing.shards is None:
+        return RankPlan(own.topology, sharing)
+    return RankPlan(Topology(sizes, tuple(map(Split, sharing.shards))), sharing)
+
+
+def _sharing(store_tp_size: int, groups: Sequence[_GroupHeads], sizes: ParallelSizes) -> Sharing:
+    """Return how the heads are cut for engines of other sizes, or why they are not."""
+    if sizes.dcp_size > 1 or sizes.pcp_size > 1:
+        reason = "context parallel ranks hold other blocks than engines without them"
+        return Sharing(reasons=(reason,))
+    reasons = tuple(
         f"KV cache group {group.number} {reason}"
         for group in groups
-        for reason in group.reasons_not_to_share(config.store_tp_size)
+        for reason in group.reasons_not_to_share(store_tp_size)
     )
-    if sizes.dcp_size > 1 or sizes.pcp_size > 1:
-        unshared = ("context parallel ranks hold other blocks than engines without them",)
-    if unshared:
-        return RankPlan(own.topology, Sharing(reasons=unshared))
-    shards = tuple(group.num_shards(config.store_tp_size) for group in groups)
-    return RankPlan(Topology(sizes, tuple(Split(count) for count in shards)), Sharing(shards))
+    if reasons:
+        return Sharing(reasons=reasons)
+    return Sharing(tuple(group.num_shards(store_tp_size) for group in groups))
 
 
 def _faults(
@@ -176,7 +187,12 @@ class _GroupHeads:
     """What is known of how one group's heads are divided among tensor parallel ranks."""
 
     def __init__(
-        self, kv_cache_config: Any, number: int, vllm_config: Any, sizes: ParallelSizes
+        self,
+        kv_cache_config: Any,
+        number: int,
+        vllm_config: Any,
+        sizes: ParallelSizes,
+        total_heads: int | None,
     ) -> None:
         spec = kv_cache_config.kv_cache_groups[number].kv_cache_spec
         self.number = number
@@ -184,7 +200,7 @@ class _GroupHeads:
         self._layers = features.each_layer_spec(spec)
         self._is_token_sharded = features.block_span(spec, vllm_config) != spec.block_size
         self._has_states = any(is_state(layer) for layer in self._layers)
-        self._total_heads = total_kv_heads(vllm_config)
+        self._total_heads = total_heads
         self._in_tree_heads = int(vllm_config.model_config.get_total_num_kv_heads())
         self.is_latent = all(is_latent(layer) for layer in self._layers)
         self.is_held_by_all = all(is_held_by_all_ranks(layer) for layer in self._layers)

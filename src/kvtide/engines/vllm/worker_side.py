@@ -105,8 +105,7 @@ class WorkerSide:
             self._role.rank,
             self._role.parts,
             self._ranks.sharing,
-            # Read only now: for some connectors beside this one vLLM sets it on the ranks.
-            self._vllm_config.parallel_config.cp_kv_cache_interleave_size,
+            features.token_interleave(self._vllm_config),
         )
 
     def take_over(self, metadata: KVTideMetadata) -> None:
