@@ -150,6 +150,7 @@ class _Engine:
         self._llm = LLM(model=how["model"], **arguments)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
+        self._core.post_step = self._post_step
         self._next_id = 0
 
     def answer(
@@ -206,6 +207,15 @@ class _Engine:
         begun[request_id] = time.perf_counter()
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, parameters)
         return request_id
+
+    def _post_step(self, model_executed: bool) -> None:
+        """Rest after a step without work, as an engine that serves does (vLLM's ``EngineCoreProc``).
+
+        Without it the loop would keep the interpreter from the threads that such a step waits for.
+        """
+        type(self._core).post_step(self._core, model_executed)
+        if not model_executed and self._core.scheduler.has_requests():
+            time.sleep(0.001)
 
     def _drain(self) -> None:
         """Let what is staged be stored, and its reports arrive: they travel with steps."""
