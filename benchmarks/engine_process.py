@@ -91,10 +91,12 @@ class EngineProcess:
         *,
         forget: bool = True,
         late: Sequence[Sequence[int]] = (),
+        is_connected: bool = True,
     ) -> Answers:
         """Answer prompts together, after emptying the engine's own cache with ``forget``.
 
-        ``late`` prompts come one by one while the others are answered.
+        ``late`` prompts come one by one while the others are answered. Unless ``is_connected`` the
+        engine works as if it had been started without its connector.
         """
         assert self._process.stdin is not None
         order = {
@@ -102,6 +104,7 @@ class EngineProcess:
             "num_tokens": num_tokens,
             "forget": forget,
             "late": list(map(list, late)),
+            "is_connected": is_connected,
         }
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return Answers(**self._read(_ANSWER_LIMIT_S))
@@ -131,6 +134,7 @@ class _Engine:
 
     def __init__(self, how: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         arguments = {
             "dtype": "float32",
@@ -151,6 +155,8 @@ class _Engine:
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._core.post_step = self._post_step
+        self._connector = self._core.scheduler.connector
+        self._worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         self._next_id = 0
 
     def answer(
@@ -160,9 +166,11 @@ class _Engine:
         late: list[list[int]],
         *,
         forget: bool,
+        is_connected: bool,
     ) -> Answers:
         if forget:
             self._forget()
+        self._connect(is_connected=is_connected)
         before = self._num_loaded()
         waiting, begun, ended = list(late), {}, {}
         first_s: dict[str, float] = {}
@@ -181,6 +189,7 @@ class _Engine:
                 if output.finished:
                     ended[output.request_id] = output
         seconds = time.perf_counter() - start_s
+        self._connect(is_connected=True)
         self._drain()
         done = [ended[request_id] for request_id in ids]
         return Answers(
@@ -208,8 +217,20 @@ class _Engine:
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, parameters)
         return request_id
 
-    def _post_step(self, model_executed: bool) -> None:
-        """Rest after a step without work, as an engine that serves does (vLLM's ``EngineCoreProc``).
+    def _connect(self, *, is_connected: bool) -> None:
+        """Hide both halves of the connector from vLLM, or show them again.
+
+        One process that takes turns with itself: two of them differ by more than a connector costs
+        only for where their memory lies.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        self._core.scheduler.connector = self._connector if is_connected else None
+        worker_side = self._worker_connector if is_connected else None
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker_side  # noqa: SLF001 - no other way to it
+
+    def _post_step(self, model_executed: bool) -> None:  # noqa: FBT001 - vLLM's signature
+        """Rest after a step without work, as vLLM's ``EngineCoreProc`` does in servers.
 
         Without it the loop would keep the interpreter from the threads that such a step waits for.
         """
@@ -233,7 +254,7 @@ class _Engine:
         raise RuntimeError("blocks stay pinned")
 
     def _num_loaded(self) -> int:
-        side = getattr(self._core.scheduler.connector, "_scheduler_side", None)
+        side = getattr(self._connector, "_scheduler_side", None)
         return 0 if side is None else int(side._totals()["loaded_tokens"])  # noqa: SLF001
 
 
@@ -249,7 +270,11 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         answers = engine.answer(
-            order["prompts"], order["num_tokens"], order["late"], forget=order["forget"]
+            order["prompts"],
+            order["num_tokens"],
+            order["late"],
+            forget=order["forget"],
+            is_connected=order["is_connected"],
         )
         print(_RESULT + json.dumps(asdict(answers)), flush=True)
 

@@ -278,9 +278,9 @@ class Ledger:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
+        if not self._report:  # most steps: not worth a lock
+            return None
         with self._lock:
-            if not self._report:
-                return None
             taken, self._report = self._report, JobReport()
             return taken
 

@@ -147,9 +147,12 @@ class LookupExecutor:
 
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call, by the store too."""
-        with self._lock:
-            taken, self._counters = self._counters, Counter()
-        return taken + counters_of(self._store)
+        counted = counters_of(self._store)
+        if self._counters:  # seldom: not worth a lock in every step
+            with self._lock:
+                taken, self._counters = self._counters, Counter()
+            counted.update(taken)
+        return counted
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread and close the store; a call that hangs is abandoned, its store open."""

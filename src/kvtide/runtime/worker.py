@@ -97,8 +97,9 @@ class PoolWorker:
 
         What an earlier step left unfenced or not started is so first. Cheap with an empty plan.
         """
-        self.start_loads()
-        self.fence()
+        if self._unstarted or self._unfenced:
+            self.start_loads()
+            self.fence()
         if not plan:
             return
         self._databases.learn(plan.prefixes)
@@ -173,7 +174,8 @@ class PoolWorker:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
-        self._ledger.count(counters_of(self._store))
+        if counted := counters_of(self._store):
+            self._ledger.count(counted)
         return self._ledger.take_report()
 
     # ------------------------------------------------------------------------------ shutdown

@@ -114,9 +114,12 @@ class MooncakeStore(Store):
 
     def take_counters(self) -> Counter[str]:
         """See :meth:`Store.take_counters`."""
-        with self._counter_lock:
-            taken, self._counters = self._counters, Counter()
-        return taken + self._breaker.take_counters()
+        taken = self._breaker.take_counters()
+        if self._counters:  # seldom: not worth a lock in every step
+            with self._counter_lock:
+                counted, self._counters = self._counters, Counter()
+            taken.update(counted)
+        return taken
 
     def close(self) -> None:
         """End the connection; the pool and what is in it stay."""

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -319,13 +319,13 @@ def note_shared_prefix(request: Any, num_tokens: int) -> None:
 
 
 def transfer_results(
-    finished_recving: Collection[str], failed_recving: Collection[str]
+    finished_recving: set[str], failed_recving: set[str]
 ) -> KVConnectorTransferResults:
     """Return one step's load completions; a failed id must be among the finished ones too."""
     return KVConnectorTransferResults(
         finished_sending=set(),
-        finished_recving=set(finished_recving) | set(failed_recving),
-        failed_recving=set(failed_recving),
+        finished_recving=finished_recving | failed_recving,
+        failed_recving=failed_recving,
     )
 
 

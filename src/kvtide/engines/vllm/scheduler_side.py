@@ -333,15 +333,20 @@ class SchedulerSide:
     def take_counters(self) -> Counter[str]:
         """Return what was counted since the last call."""
         totals = self._totals()
+        # Counters only grow: an equal sum means no news, which is what nearly every step has.
+        if totals.total() == self._reported.total():
+            return Counter()
         new = totals - self._reported
-        self._reported = totals
+        self._reported = Counter(totals)
         return new
 
     def _totals(self) -> Counter[str]:
+        """Return what was counted so far; the object goes on counting."""
         if self._scheduler is None or self._lookups is None:
             return Counter()
-        self._scheduler.counters.update(self._lookups.take_counters())
-        return Counter(self._scheduler.counters)
+        if taken := self._lookups.take_counters():
+            self._scheduler.counters.update(taken)
+        return self._scheduler.counters
 
     def _counters_and_gauges(self) -> dict[str, int]:
         if self._scheduler is None:
