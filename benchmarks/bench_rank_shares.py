@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from measuring import Row, report
 
 from kvtide.core.batch import Batch
-from kvtide.core.jobs import StepPlan, StoreJob, pack_block_ids
+from kvtide.core.jobs import StepPlan, StoreJob, pack_ints
 from kvtide.core.keys import BlockHashes
 from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.runtime.limits import WorkerLimits
@@ -106,7 +106,7 @@ def written_bytes(model: Model, num_tokens: int) -> list[int]:
 
 def jobs(hashes: Sequence[bytes], num_groups: int) -> Iterator[StoreJob]:
     """Yield the jobs of a prompt, each from the same blocks: what is in them does not matter."""
-    block_ids = pack_block_ids(range(1, STEP_CHUNKS + 1))
+    block_ids = pack_ints(range(1, STEP_CHUNKS + 1))
     for job_id, first in enumerate(range(0, len(hashes), STEP_CHUNKS)):
         yield StoreJob(
             job_id,

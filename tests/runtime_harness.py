@@ -18,7 +18,7 @@ from kvtide.core.jobs import (
     SaveJob,
     StepPlan,
     StoreJob,
-    pack_block_ids,
+    pack_ints,
 )
 from kvtide.core.keys import BlockHashes
 from kvtide.core.layout import Region
@@ -217,7 +217,7 @@ class Rank:
         size = self.hash_block_size
         hashes = hashes_of(name, end // size, start // size)
         firsts = tuple(start // size for size, _ in self.groups)
-        packed = tuple(pack_block_ids(ids) for ids in block_ids)
+        packed = tuple(pack_ints(ids) for ids in block_ids)
         return StoreJob(
             self._job_id(), prefix_id, start, end, hashes, firsts[: len(packed)], packed
         )
@@ -251,7 +251,7 @@ class Rank:
             hashes_of(name, -(-max(end, *(tail_tokens or (0,))) // self.hash_block_size)),
             tuple(first_chunks),
             tuple(tail_tokens or (end,) * len(first_chunks)),
-            tuple(pack_block_ids(ids) for ids in block_ids),
+            tuple(pack_ints(ids) for ids in block_ids),
         )
 
     def key(self, name: str, chunk: int, group_id: int = 0, number: int = 0) -> str:

@@ -17,7 +17,7 @@ import kvtide
 from kvtide.config import PoolConfig, options
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
-from kvtide.core.jobs import BoundaryJob, JobEnd, JobReport, StepPlan, unpack_block_ids
+from kvtide.core.jobs import BoundaryJob, JobEnd, JobReport, StepPlan, unpack_ints
 from kvtide.core.keys import HashWindow
 from kvtide.core.saving import SaveLimits, Scheduled
 from kvtide.core.scheduler import PoolScheduler, StepEvents
@@ -275,7 +275,7 @@ def test_the_example_of_the_walkthrough() -> None:
     example.scheduler.on_allocated(view, 96)
     [load] = example.step()[0].loads
     assert (load.start_token, load.end_token) == (0, 96)
-    assert len(unpack_block_ids(load.block_ids[0])) == 6
+    assert len(unpack_ints(load.block_ids[0])) == 6
     example.scheduler.on_load_finished(view.request_id)
     assert not example.step(Scheduled(view, 96, 4, is_admission=True))[0]
 
@@ -309,7 +309,7 @@ def test_the_example_of_the_groups_page() -> None:
         else:
             for group_id, packed in enumerate(job.block_ids):
                 first = job.first_chunks[group_id]
-                ids = unpack_block_ids(packed)
+                ids = unpack_ints(packed)
                 stored[group_id] += [first + i for i, block in enumerate(ids) if block]
     assert stored == {0: [*range(12)], 1: [2, 3, 6, 7, 10, 11], 2: [0, 1, 2]}
     assert len(pins) == 12 + 6 + 3
@@ -325,7 +325,7 @@ def test_the_example_of_the_groups_page() -> None:
     assert sum(map(len, lookups.asked)) == 15
     scheduler.on_allocated(again, 192)
     [load] = scheduler.step(StepEvents(), 0.0).plan.loads
-    assert sum(len(unpack_block_ids(packed)) for packed in load.block_ids) == 15
+    assert sum(len(unpack_ints(packed)) for packed in load.block_ids) == 15
 
     present -= set(databases[2].keys(hashes, range(2, 3)))
     shorter = RecordingRequest("shorter", num_tokens=200, hashes=view.block_hashes)

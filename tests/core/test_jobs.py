@@ -11,8 +11,8 @@ from kvtide.core.jobs import (
     JobReport,
     StepPlan,
     StoreJob,
-    pack_block_ids,
-    unpack_block_ids,
+    pack_ints,
+    unpack_ints,
 )
 from kvtide.core.keys import BlockHashes
 from kvtide.testing.requests import fake_hashes
@@ -79,7 +79,7 @@ def job(first_chunk: int, num_chunks: int) -> StoreJob:
         end_token=(first_chunk + num_chunks) * 16,
         hashes=BlockHashes.pack(hashes, first=first_chunk),
         first_chunks=(first_chunk,),
-        block_ids=(pack_block_ids(range(70000, 70000 + num_chunks)),),
+        block_ids=(pack_ints(range(70000, 70000 + num_chunks)),),
     )
 
 
@@ -94,7 +94,7 @@ def test_a_job_costs_the_same_bytes_at_any_context() -> None:
 def test_block_ids_survive_the_journey() -> None:
     """Packed as 32-bit integers, four bytes each."""
     ids = [0, 1, 70000, 2**31 - 1]
-    packed = pack_block_ids(ids)
+    packed = pack_ints(ids)
     assert len(packed) == 16
-    assert list(unpack_block_ids(packed)) == ids
+    assert list(unpack_ints(packed)) == ids
     assert not StepPlan()

@@ -50,13 +50,13 @@ def test_blocks_come_back_reversed_once_every_rank_has_staged_them() -> None:
     assert (len(jobs), jobs.num_tokens) == (0, 0)
 
 
-def test_gathered_jobs_are_followed_as_one() -> None:
+def test_joined_jobs_are_followed_as_one() -> None:
     """Their blocks come back together, and the end is every request's."""
     jobs = OpenJobs(1)
     lives = progress(), progress()
     jobs.open(store(1, 0, 16, [5]), lives[0])
     jobs.open(store(2, 32, 48, [6]), lives[1])
-    jobs.gather([1, 2], 3)
+    jobs.join([1, 2], 3)
     assert (len(jobs), jobs.num_tokens, jobs.num_pinned_blocks) == (1, 32, 2)
     assert jobs.take(staged(1)) == jobs.take(ended(2)) == ([], [])
     assert jobs.take(staged(3)) == ([6, 5], [])

@@ -15,16 +15,17 @@ from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.jobs import (
     BoundaryJob,
     BoundaryPut,
-    GatheredJob,
     JobEnd,
     JobReport,
+    JoinedJob,
+    SaveJob,
     StepPlan,
     StoreJob,
-    unpack_block_ids,
+    unpack_ints,
 )
 from kvtide.core.keys import KeyMetadata
 from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
-from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
+from kvtide.core.scheduler import MAX_STEP_JOBS, UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
 from kvtide.core.topology import WHOLE
 from kvtide.core.transfer import HandOff
 from kvtide.testing.lookups import ManualLookups
@@ -108,7 +109,13 @@ def prefill(view: RecordingRequest, computed: int, scheduled: int, *, first: boo
 
 def ranges(plan: StepPlan) -> list[tuple[int, int]]:
     """The token ranges of a plan's store jobs."""
-    return [(job.start_token, job.end_token) for job in plan.stores]
+    return ranges_of(*plan.stores)
+
+
+def ranges_of(*jobs: SaveJob) -> list[tuple[int, int]]:
+    """The token ranges of store jobs."""
+    assert all(isinstance(job, StoreJob) for job in jobs)
+    return [(job.start_token, job.end_token) for job in jobs]
 
 
 # ------------------------------------------------------------------ only what is new
@@ -210,9 +217,9 @@ def test_requests_that_complete_a_block_in_one_step_share_a_job() -> None:
     steps = decoding(bench, "a", "b", "c")
     plan = bench.step(*steps)
     [job] = plan.stores
-    assert isinstance(job, GatheredJob)
-    assert list(unpack_block_ids(job.chunks[0])) == [1, 1, 1]
-    assert list(unpack_block_ids(job.block_ids[0])) == [2, 2, 2]
+    assert isinstance(job, JoinedJob)
+    assert list(unpack_ints(job.chunks[0])) == [1, 1, 1]
+    assert list(unpack_ints(job.block_ids[0])) == [2, 2, 2]
     assert list(job.hashes) == [fake_hashes(2)[1]] * 3
     assert bench.scheduler.counters["store_jobs"] == bench.scheduler.num_open_jobs == 1
     assert bench.pinned == {2: 3}
@@ -221,18 +228,56 @@ def test_requests_that_complete_a_block_in_one_step_share_a_job() -> None:
     assert not bench.step(*steps).stores
 
 
-def test_a_shared_job_that_fails_is_everybodys() -> None:
-    """Each of its requests saves again from its own saved offset, after a while."""
+def test_a_shared_job_that_fails_is_everybodys_and_each_tries_again_alone() -> None:
+    """From its own saved offset, after a while: what fails again fails nobody else with it."""
     bench = Bench(decode=True)
     steps = decoding(bench, "a", "b")
     [job] = bench.step(*steps).stores
     bench.end([job], JobEnd.FAILED)
     assert not bench.step(*steps).stores
     bench.now_s += 1.0
-    [again] = bench.step(*steps).stores
-    assert list(again.hashes) == list(job.hashes)
-    bench.end([again])
+    first, second = bench.step(*steps).stores
+    assert ranges_of(first, second) == [(16, 32), (16, 32)]
+    bench.end([first], JobEnd.FAILED)
+    bench.end([second])
+    bench.now_s += 4.0
+    [third] = bench.step(*steps).stores
+    assert ranges_of(third) == [(16, 32)]
+    bench.end([third])
     assert not bench.step(*steps).stores
+
+
+def test_requests_whose_retry_succeeded_share_jobs_again() -> None:
+    """Only the next job after a failure is alone."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, "a", "b")
+    bench.end(bench.step(*steps).stores, JobEnd.FAILED)
+    bench.now_s += 1.0
+    bench.end(bench.step(*steps).stores)
+    views = [request(48, request_id) for request_id in "ab"]
+    [job] = bench.step(*(prefill(view, 47, 1, first=False) for view in views)).stores
+    assert isinstance(job, JoinedJob)
+
+
+def test_a_step_in_which_many_requests_complete_a_block_leaves_some_to_the_next() -> None:
+    """None is forgotten, and none is saved twice."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, *map(str, range(2 * MAX_STEP_JOBS + 5)))
+    saved = [len(bench.step(*steps).stores[0].hashes) for _ in range(3)]
+    assert saved == [MAX_STEP_JOBS, MAX_STEP_JOBS, 5]
+    assert not bench.step(*steps).stores
+
+
+def test_a_prefill_does_not_wait_for_requests_that_decode() -> None:
+    """It may be over with its step, and nothing of it saved."""
+    bench = Bench(decode=True)
+    steps = decoding(bench, *map(str, range(MAX_STEP_JOBS + 1)))
+    view = request(64, "long")
+    bench.arrive(view)
+    plan = bench.step(*steps, prefill(view, 0, 64, first=True))
+    [job] = plan.stores
+    assert isinstance(job, JoinedJob)
+    assert len(job.hashes) == MAX_STEP_JOBS + 4
 
 
 def test_a_request_that_ended_meanwhile_takes_no_part_in_a_shared_failure() -> None:
@@ -252,7 +297,7 @@ def test_jobs_under_different_names_are_not_shared() -> None:
     bench = Bench(decode=True)
     steps = decoding(bench, "a", "b") + decoding(bench, "c", namespace="adapter")
     shared, alone = bench.step(*steps).stores
-    assert isinstance(shared, GatheredJob)
+    assert isinstance(shared, JoinedJob)
     assert isinstance(alone, StoreJob)
     assert shared.prefix_id != alone.prefix_id
 
@@ -421,7 +466,7 @@ def test_freed_blocks_are_skipped_and_counted() -> None:
     bench.arrive(view)
     [job] = bench.step(prefill(view, 0, 48, first=True)).stores
     assert bench.pinned == Counter([7])
-    assert list(unpack_block_ids(job.block_ids[0])) == [0, 0, 7]
+    assert list(unpack_ints(job.block_ids[0])) == [0, 0, 7]
     assert bench.scheduler.counters["skipped_null_chunks"] == 2
 
 
@@ -550,7 +595,7 @@ def test_a_hit_becomes_one_load_of_what_was_granted() -> None:
     bench.scheduler.on_allocated(view, 32)
     [load] = bench.step().loads
     assert (load.start_token, load.end_token) == (16, 48)
-    assert list(unpack_block_ids(load.block_ids[0])) == [2, 3]
+    assert list(unpack_ints(load.block_ids[0])) == [2, 3]
     bench.scheduler.on_load_finished("r")
     assert bench.scheduler.counters["loaded_tokens"] == 32
     bench.scheduler.on_allocated(view, 0)
@@ -849,7 +894,7 @@ def test_where_requests_that_begin_alike_part_a_boundary_is_kept() -> None:
     admitted = Scheduled(view, 0, 130, is_admission=True)
     [job] = scheduler.step(StepEvents((), [admitted]), 0.0).plan.stores
     assert isinstance(job, StoreJob)
-    stored = [chunk for chunk, block in enumerate(unpack_block_ids(job.block_ids[1])) if block]
+    stored = [chunk for chunk, block in enumerate(unpack_ints(job.block_ids[1])) if block]
     assert stored == [0, 1, 6, 7]  # the last 19 tokens before 32, and before 128
 
 
@@ -868,4 +913,4 @@ def test_the_engine_may_know_such_a_place_itself() -> None:
     ).plan.stores
     assert isinstance(job, StoreJob)
     assert job.first_chunks == (0, 2)
-    assert list(unpack_block_ids(job.block_ids[1])) == [3, 4, 0, 0, 7, 8]
+    assert list(unpack_ints(job.block_ids[1])) == [3, 4, 0, 0, 7, 8]

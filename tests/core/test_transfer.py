@@ -2,7 +2,7 @@
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
-from kvtide.core.jobs import NULL_BLOCK_ID, BoundaryJob, BoundaryPut, StoreJob, unpack_block_ids
+from kvtide.core.jobs import NULL_BLOCK_ID, BoundaryJob, BoundaryPut, StoreJob, unpack_ints
 from kvtide.core.transfer import HandOff, plan_boundary, plan_load, plan_store
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 
@@ -21,7 +21,7 @@ def test_a_store_reads_only_its_own_hashes_and_block_table_entries() -> None:
     assert view.hash_reads == [range(937, 999)]
     assert view.block_reads == [(0, 937, 999)]
     assert list(planned.job.hashes) == hashes[937:999]
-    assert list(unpack_block_ids(planned.job.block_ids[0])) == list(range(938, 1000))
+    assert list(unpack_ints(planned.job.block_ids[0])) == list(range(938, 1000))
     assert planned.pinned_block_ids == list(range(938, 1000))
 
 
@@ -30,7 +30,7 @@ def test_null_entries_are_neither_pinned_nor_sources() -> None:
     view = RecordingRequest(hashes=fake_hashes(3), tables=[[0, 0, 7]])
     planned = plan_store(view, COORDINATOR, job_id=1, prefix_id=0, start_token=0, end_token=48)
     assert planned.pinned_block_ids == [7]
-    assert list(unpack_block_ids(planned.job.block_ids[0])) == [0, 0, 7]
+    assert list(unpack_ints(planned.job.block_ids[0])) == [0, 0, 7]
 
 
 def test_a_load_covers_the_hit_beyond_what_the_engine_holds() -> None:
@@ -40,7 +40,7 @@ def test_a_load_covers_the_hit_beyond_what_the_engine_holds() -> None:
     job = plan_load(view, COORDINATOR, job_id=3, prefix_id=1, num_computed_tokens=32, hit_token=80)
     assert (job.request_id, job.start_token, job.end_token) == ("r", 32, 80)
     assert job.first_chunks == (2,)
-    assert list(unpack_block_ids(job.block_ids[0])) == [3, 4, 5]
+    assert list(unpack_ints(job.block_ids[0])) == [3, 4, 5]
     assert list(job.hashes) == hashes[2:5]
     assert view.hash_reads == [range(2, 5)]
 
@@ -50,14 +50,14 @@ def test_a_target_that_somebody_may_read_is_replaced_by_the_null_block() -> None
     view = RecordingRequest(hashes=fake_hashes(3))
     view.cached_blocks.add(2)
     job = plan_load(view, COORDINATOR, job_id=1, prefix_id=0, num_computed_tokens=0, hit_token=48)
-    assert list(unpack_block_ids(job.block_ids[0])) == [1, NULL_BLOCK_ID, 3]
+    assert list(unpack_ints(job.block_ids[0])) == [1, NULL_BLOCK_ID, 3]
 
 
 def test_a_missing_target_is_a_null_block() -> None:
     """A table shorter than the hit must not shift or shorten the load."""
     view = RecordingRequest(hashes=fake_hashes(3), tables=[[4, 5]])
     job = plan_load(view, COORDINATOR, job_id=1, prefix_id=0, num_computed_tokens=0, hit_token=48)
-    assert list(unpack_block_ids(job.block_ids[0])) == [4, 5, NULL_BLOCK_ID]
+    assert list(unpack_ints(job.block_ids[0])) == [4, 5, NULL_BLOCK_ID]
 
 
 def test_a_store_of_a_window_leaves_out_what_no_boundary_needs() -> None:
@@ -67,7 +67,7 @@ def test_a_store_of_a_window_leaves_out_what_no_boundary_needs() -> None:
     view = RecordingRequest(hashes=fake_hashes(8), tables=[[1, 2], list(range(11, 19)), [30, 31]])
     planned = plan_store(view, coordinator, job_id=1, prefix_id=0, start_token=32, end_token=64)
     assert isinstance(planned.job, StoreJob)
-    assert [list(unpack_block_ids(ids)) for ids in planned.job.block_ids] == [[2], [17, 18], []]
+    assert [list(unpack_ints(ids)) for ids in planned.job.block_ids] == [[2], [17, 18], []]
     assert planned.job.first_chunks == (1, 6, 0)
     assert planned.pinned_block_ids == [2, 17, 18]
     assert view.block_reads == [(0, 1, 2), (1, 6, 8)]
@@ -79,7 +79,7 @@ def test_a_store_has_null_for_what_lies_between_two_boundaries() -> None:
     view = RecordingRequest(hashes=fake_hashes(8), tables=[[1, 2], list(range(11, 19))])
     planned = plan_store(view, coordinator, job_id=1, prefix_id=0, start_token=0, end_token=64)
     assert isinstance(planned.job, StoreJob)
-    assert list(unpack_block_ids(planned.job.block_ids[1])) == [13, 14, 0, 0, 17, 18]
+    assert list(unpack_ints(planned.job.block_ids[1])) == [13, 14, 0, 0, 17, 18]
     assert planned.job.first_chunks == (0, 2)
     assert planned.num_null == 0
 
@@ -156,6 +156,6 @@ def test_a_load_of_a_mixed_model_covers_what_each_group_requires() -> None:
         tail_tokens=(32, 28, 28),
     )
     assert job.first_chunks == (0, 2, 1)
-    assert [list(unpack_block_ids(ids)) for ids in job.block_ids] == [[1, 2], [13, 14], [9]]
+    assert [list(unpack_ints(ids)) for ids in job.block_ids] == [[1, 2], [13, 14], [9]]
     assert job.tail_tokens == (32, 28, 28)
     assert list(job.hashes) == hashes

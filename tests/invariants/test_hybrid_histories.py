@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.core import scheduler as core_scheduler
 from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
-from kvtide.core.jobs import LoadJob, pack_block_ids, unpack_block_ids
+from kvtide.core.jobs import LoadJob, pack_ints, unpack_ints
 from kvtide.core.saving import SavePolicy
 from kvtide.core.scheduler import StepEvents, StepOutcome
 from kvtide.core.transfer import plan_load
@@ -265,7 +265,7 @@ def test_a_load_into_the_wrong_blocks_shows_in_the_tokens(
         if group_id == 2:
             firsts[group_id] -= 1
             tails[group_id] -= 4
-        tables[group_id] = pack_block_ids(unpack_block_ids(tables[group_id])[::-1])
+        tables[group_id] = pack_ints(unpack_ints(tables[group_id])[::-1])
         return replace(
             job, block_ids=tuple(tables), first_chunks=tuple(firsts), tail_tokens=tuple(tails)
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, pack_block_ids, unpack_block_ids
+from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, pack_ints, unpack_ints
 from kvtide.core.keys import BlockHashes
 from kvtide.runtime.loading import MAX_PART_KEYS, LoadPart, split_load
 
@@ -36,7 +36,7 @@ def job_of(first_chunks: Sequence[int], tables: Sequence[Sequence[int]]) -> Load
         hashes=BlockHashes.pack(()),
         first_chunks=tuple(first_chunks),
         tail_tokens=(0,) * len(tables),
-        block_ids=tuple(pack_block_ids(table) for table in tables),
+        block_ids=tuple(pack_ints(table) for table in tables),
     )
 
 
@@ -68,7 +68,7 @@ def one_by_one(case: Case) -> Iterator[tuple[dict[int, list[int]], int | None, b
             [
                 (chunk * case.block_sizes[group_id], group_id, chunk, block_id)
                 for chunk, block_id in enumerate(
-                    unpack_block_ids(packed), case.job.first_chunks[group_id]
+                    unpack_ints(packed), case.job.first_chunks[group_id]
                 )
             ]
             for group_id, packed in enumerate(case.job.block_ids)
@@ -116,7 +116,7 @@ def test_the_rows_of_a_part_lie_side_by_side_within_the_capacity(case: Case) -> 
     for part in split(case):
         offset = 0
         for run in part.runs:
-            table = unpack_block_ids(case.job.block_ids[run.group_id])
+            table = unpack_ints(case.job.block_ids[run.group_id])
             first = run.chunks.start - case.job.first_chunks[run.group_id]
             assert run.block_ids == list(table[first : first + len(run.chunks)])
             assert run.rows.offset == offset

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
-from kvtide.core.jobs import BoundaryJob, BoundaryPut, SaveJob, StoreJob, pack_block_ids
+from kvtide.core.jobs import BoundaryJob, BoundaryPut, SaveJob, StoreJob, pack_ints
+from kvtide.core.joining import join_stores
 from kvtide.core.topology import WHOLE, RankRole, StoreShare
-from kvtide.core.transfer import gather_stores
 from kvtide.runtime.selection import select
 from tests.runtime_harness import hashes_of
 
@@ -34,7 +34,7 @@ def unit_job(name: str, unit: int, job_id: int, nulls: set[int]) -> StoreJob:
     """A job for one unit: two chunks of the first group, one of the second."""
     hashes = hashes_of(name, (unit + 1) * UNIT // 2, unit * UNIT // 2)
     tables = [[10 * job_id + 1, 10 * job_id + 2], [10 * job_id + 3]]
-    packed = tuple(pack_block_ids(0 if i % 10 in nulls else i for i in ids) for ids in tables)
+    packed = tuple(pack_ints(0 if i % 10 in nulls else i for i in ids) for ids in tables)
     return StoreJob(job_id, 0, unit * UNIT, (unit + 1) * UNIT, hashes, (2 * unit, unit), packed)
 
 
@@ -53,14 +53,14 @@ def stored(job: SaveJob, role: RankRole) -> set[tuple[int, int, int, str]]:
     st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(1, 3))), min_size=1, max_size=4),
     roles(),
 )
-def test_a_gathered_job_stores_what_its_jobs_would(
+def test_a_joined_job_stores_what_its_jobs_would(
     units: list[tuple[int, set[int]]], role: RankRole
 ) -> None:
     """The same blocks under the same names, on any rank, nulls left out."""
     ids = count(1)
     jobs = [unit_job(f"r{n}", unit, next(ids), nulls) for n, (unit, nulls) in enumerate(units)]
-    gathered = gather_stores(jobs, COORDINATOR, job_id=99)
-    assert stored(gathered, role) == set().union(*(stored(job, role) for job in jobs))
+    joined = join_stores(jobs, COORDINATOR, job_id=99)
+    assert stored(joined, role) == set().union(*(stored(job, role) for job in jobs))
 
 
 @given(st.integers(0, 5), st.sets(st.integers(1, 3)), roles())

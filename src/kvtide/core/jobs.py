@@ -1,7 +1,7 @@
 """Jobs: self-contained transfers from the scheduler to the workers, and the reports back.
 
-Workers know jobs, not requests: a job carries its own token range, that range's hashes and block
-ids, and the id of its key prefix. Nothing in it grows with the length of the request.
+Workers know jobs, not requests: a job carries the blocks that it is about, the hashes that name
+them, and the id of its key prefix. Nothing in it grows with the length of a request.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvtide.core.keys import BlockHashes
 NULL_BLOCK_ID = 0
 """The engine's placeholder in a block table; its memory is nobody's and never a source."""
 
-_BLOCK_ID = "i"  # array type code: 32-bit block ids
+_INT = "i"  # array type code: 32 bits
 
 
-def pack_block_ids(block_ids: Iterable[int]) -> bytes:
-    """Pack block ids as 32-bit integers: a table of a thousand blocks pickles as one string."""
-    return array(_BLOCK_ID, block_ids).tobytes()
+def pack_ints(values: Iterable[int]) -> bytes:
+    """Pack block ids or chunk indexes as 32-bit integers, which pickle as one string."""
+    return array(_INT, values).tobytes()
 
 
-def unpack_block_ids(packed: bytes) -> Sequence[int]:
-    """Return what :func:`pack_block_ids` packed."""
-    ids = array(_BLOCK_ID)
-    ids.frombytes(packed)
-    return ids
+def unpack_ints(packed: bytes) -> Sequence[int]:
+    """Return what :func:`pack_ints` packed."""
+    values = array(_INT)
+    values.frombytes(packed)
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class BoundaryJob:
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredJob:
+class JoinedJob:
     """Write chunks of several requests, none of which has many: what a step of decodes completes.
 
     ``chunks[g]`` and ``block_ids[g]`` have, packed, the absolute index and the block of each chunk
@@ -93,7 +93,7 @@ class GatheredJob:
     block_ids: tuple[bytes, ...]
 
 
-SaveJob: TypeAlias = StoreJob | BoundaryJob | GatheredJob
+SaveJob: TypeAlias = StoreJob | BoundaryJob | JoinedJob
 """What a rank copies out of the engine's blocks and writes to the store."""
 
 

@@ -24,7 +24,7 @@ class JobRange(NamedTuple):
 
 @dataclass(slots=True)
 class OpenJob:
-    """One of them; a job beside the offsets has no ``ranges``, one that was gathered several."""
+    """One of them; a job beside the offsets has no ``ranges``, one that was joined several."""
 
     ranges: list[JobRange]
     pinned_block_ids: list[int]
@@ -66,13 +66,17 @@ class OpenJobs:
         self._jobs[job.job_id] = OpenJob(ranges, pinned)
         self.num_pinned_blocks += len(pinned)
 
-    def gather(self, job_ids: Sequence[int], job_id: int) -> None:
+    def is_retry(self, job_id: int) -> bool:
+        """Tell whether a job is the first of its request after one that failed."""
+        return any(one.progress.back_off.has_failed for one in self._jobs[job_id].ranges)
+
+    def join(self, job_ids: Sequence[int], job_id: int) -> None:
         """Follow several jobs, none of which any rank knows, as the one that stands for them."""
-        gathered = self._jobs[job_id] = OpenJob([], [])
+        joined = self._jobs[job_id] = OpenJob([], [])
         for one_id in job_ids:
             job = self._jobs.pop(one_id)
-            gathered.ranges += job.ranges
-            gathered.pinned_block_ids += job.pinned_block_ids
+            joined.ranges += job.ranges
+            joined.pinned_block_ids += job.pinned_block_ids
 
     def take(self, report: JobReport) -> tuple[list[int], list[OpenJob]]:
         """Take a report in; return the blocks to unpin, and the jobs that ended on every rank.

@@ -9,8 +9,8 @@ Theory of operation. Five rules keep it right:
 * **States are saved when the engine hands them off**, or never: their place in a block table says
   nothing. A hand-off becomes a job of its own, beside the offsets; with it go the chunks of other
   groups that no store job covers but a request resuming at that boundary needs.
-* **Small jobs are gathered.** Of a step's jobs those of a single unit, which decodes make, go to
-  the workers as one.
+* **Small jobs are joined.** Of a step's jobs the small ones, which decodes make, go to the workers
+  as one (``joining``).
 * **A job's blocks are pinned until every rank has staged them**, within a budget. A job is cut to
   the budget, never refused for its size; what is left follows on any later step.
 * **An offset moves only on success.** ``scheduled_offset`` moves when a job is emitted,
@@ -29,14 +29,14 @@ from typing import NamedTuple
 
 from kvtide.core.back_off import BackOff, Delays
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobEnd, JobReport, SaveJob, StoreJob
+from kvtide.core.jobs import BoundaryJob, JobEnd, JobReport, SaveJob
+from kvtide.core.joining import Joining
 from kvtide.core.open_jobs import OpenJob, OpenJobs
 from kvtide.core.requests import RequestTracker, SaveProgress
 from kvtide.core.transfer import (
     HandOff,
     PlannedStore,
     RequestView,
-    gather_stores,
     plan_boundary,
     plan_store,
 )
@@ -108,6 +108,9 @@ class Saving:
         self._counters = counters
         self._take_job_id = take_job_id
         self._jobs = OpenJobs(num_ranks)
+        self._joining = Joining(
+            coordinator, self._jobs, max_job_tokens=limits.max_job_tokens, take_job_id=take_job_id
+        )
         self._blocks_per_unit = max(1, coordinator.max_stored_per_unit)
         # States are offered for one step only: the next boundary's find room.
         self._max_held_blocks = limits.max_pinned_blocks - coordinator.num_state_groups
@@ -213,7 +216,6 @@ class Saving:
             )
             if planned.pinned_block_ids:
                 self._open(planned, progress)
-                self._counters["store_jobs"] += 1
                 yield planned
             else:  # states alone, or all freed: nothing of this range can be saved any more
                 self._counters["skipped_null_chunks"] += planned.num_null
@@ -224,28 +226,11 @@ class Saving:
         if self._coordinator.owes_proof(end, kept):
             progress.owed_proofs[end] = end
 
-    def gathered(self, planned: Iterable[PlannedStore]) -> Iterator[SaveJob]:
-        """Yield a step's jobs, those of a single unit joined where they have one key prefix."""
-        unit = self._coordinator.lcm_block_size
-        small: dict[int, list[StoreJob]] = {}
-        for job, _, _ in planned:
-            if isinstance(job, StoreJob) and job.end_token - job.start_token == unit:
-                small.setdefault(job.prefix_id, []).append(job)
-            else:
-                yield job
-        most = max(1, self._limits.max_job_tokens // unit)
-        for jobs in small.values():
-            for first in range(0, len(jobs), most):
-                yield self._gather(jobs[first : first + most])
-
-    def _gather(self, jobs: Sequence[StoreJob]) -> SaveJob:
-        """Return one job for all of ``jobs``; they share its fate."""
-        if len(jobs) == 1:
-            return jobs[0]
-        job = gather_stores(jobs, self._coordinator, job_id=self._take_job_id())
-        self._jobs.gather([one.job_id for one in jobs], job.job_id)
-        self._counters["store_jobs"] -= len(jobs) - 1
-        return job
+    def joined(self, planned: Sequence[PlannedStore]) -> Sequence[SaveJob]:
+        """Return a step's jobs as workers get them: small ones joined."""
+        jobs = list(self._joining.joined(planned))
+        self._counters["store_jobs"] += sum(not isinstance(job, BoundaryJob) for job in jobs)
+        return jobs
 
     def _kept_boundaries(self, tracker: RequestTracker, view: RequestView) -> tuple[int, ...]:
         """Return the boundaries of a request that are kept beside the regular ones."""

@@ -22,6 +22,9 @@ from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_load
 
 UNKNOWN_PREFIX_ID = -1
 """No worker ever learns a namespace for it."""
+MAX_STEP_JOBS = 64
+"""After so many store jobs a step plans no more for requests that decode, each of which costs the
+engine's thread 10 us or so: they stay due, and their turn comes in the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +260,13 @@ class PoolScheduler:
         planned: list[PlannedStore] = []
         for scheduled in events.scheduled:
             hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
-            planned.extend(self._save(scheduled, hand_offs, now_s))
+            is_decode = scheduled.num_scheduled_tokens < self.coordinator.lcm_block_size
+            may_emit = len(planned) < MAX_STEP_JOBS or not is_decode
+            planned.extend(self._save(scheduled, hand_offs, now_s, may_emit=may_emit))
         pins: list[int] = []
         for one in planned:
             pins += one.pinned_block_ids
-        stores.extend(self._saving.gathered(planned))
+        stores.extend(self._saving.joined(planned))
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
@@ -270,9 +275,17 @@ class PoolScheduler:
         return StepOutcome(plan, pins)
 
     def _save(
-        self, scheduled: Scheduled, hand_offs: Sequence[HandOff], now_s: float
+        self,
+        scheduled: Scheduled,
+        hand_offs: Sequence[HandOff],
+        now_s: float,
+        *,
+        may_emit: bool,
     ) -> Iterable[PlannedStore]:
-        """Follow a scheduled request, and yield the jobs of this step for it."""
+        """Follow a scheduled request, and yield the jobs of this step for it.
+
+        Unless ``may_emit`` these are only what is lost if it is not taken now.
+        """
         tracker = self._trackers.get(scheduled.view.request_id)
         if tracker is None:
             return
@@ -282,6 +295,8 @@ class PoolScheduler:
         certain = self._saving.certain_token(tracker, scheduled)
         if hand_offs:  # first, since an offer that is not taken now is lost
             yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
+        if not may_emit:
+            return
         yield from self._saving.emit(tracker, scheduled.view, certain, now_s)
         yield from self._saving.settle_proofs(tracker, scheduled, certain, now_s)
         self._saving.rest(tracker, certain)

@@ -14,12 +14,10 @@ from kvtide.core.jobs import (
     NULL_BLOCK_ID,
     BoundaryJob,
     BoundaryPut,
-    GatheredJob,
     LoadJob,
     SaveJob,
     StoreJob,
-    pack_block_ids,
-    unpack_block_ids,
+    pack_ints,
 )
 from kvtide.core.keys import BlockHashes
 
@@ -117,7 +115,7 @@ def plan_store(
             first, stop = runs[0].start, runs[-1].stop
             table = _masked(view.block_ids(group_id, first, stop), first, runs)
         first_chunks.append(first)
-        tables.append(pack_block_ids(table))
+        tables.append(pack_ints(table))
         pinned.extend(_without_nulls(table))
         num_wanted += sum(map(len, runs))
     first_hash = start_token // unit
@@ -137,33 +135,6 @@ def _masked(block_ids: Sequence[int], first_chunk: int, runs: Sequence[range]) -
         part = slice(run.start - first_chunk, run.stop - first_chunk)
         masked[part] = block_ids[part]
     return masked
-
-
-def gather_stores(
-    jobs: Sequence[StoreJob], coordinator: Coordinator, *, job_id: int
-) -> GatheredJob:
-    """Join store jobs of one key prefix, which may be of different requests; nulls are left out.
-
-    A job costs the same on every way whatever is in it, so a step's many small ones become one.
-    """
-    names: list[bytes] = []
-    all_chunks: list[bytes] = []
-    tables: list[bytes] = []
-    for group_id, group in enumerate(coordinator.groups):
-        ratio = group.block_size // coordinator.hash_block_size
-        chunks: list[int] = []
-        block_ids: list[int] = []
-        for job in jobs:
-            table = unpack_block_ids(job.block_ids[group_id])
-            for chunk, block_id in enumerate(table, job.first_chunks[group_id]):
-                if block_id != NULL_BLOCK_ID:
-                    chunks.append(chunk)
-                    block_ids.append(block_id)
-                    names.append(job.hashes[(chunk + 1) * ratio - 1])
-        all_chunks.append(pack_block_ids(chunks))
-        tables.append(pack_block_ids(block_ids))
-    hashes = BlockHashes.pack(names)
-    return GatheredJob(job_id, jobs[0].prefix_id, hashes, tuple(all_chunks), tuple(tables))
 
 
 def _without_nulls(block_ids: Sequence[int]) -> Sequence[int]:
@@ -246,7 +217,7 @@ def plan_load(
         targets = list(view.target_ids(group_id, chunks.start, chunks.stop))
         targets.extend([NULL_BLOCK_ID] * (len(chunks) - len(targets)))
         first_chunks.append(chunks.start)
-        tables.append(pack_block_ids(targets))
+        tables.append(pack_ints(targets))
     unit = coordinator.hash_block_size
     first = min(
         chunk * group.block_size // unit

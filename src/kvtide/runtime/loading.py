@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.core.chunks import ChunkedTokenDatabase
-from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_block_ids
+from kvtide.core.jobs import NULL_BLOCK_ID, LoadJob, unpack_ints
 from kvtide.core.layout import StoreLayout
 from kvtide.runtime.prefixes import interleaved
 from kvtide.runtime.slab import Rows
@@ -163,9 +163,7 @@ class _Order:
 
     def __init__(self, job: LoadJob, num_parts: Sequence[int], block_sizes: Sequence[int]) -> None:
         self._first_chunks = job.first_chunks
-        self._tables = [
-            np.asarray(unpack_block_ids(packed), dtype=np.int64) for packed in job.block_ids
-        ]
+        self._tables = [np.asarray(unpack_ints(packed), dtype=np.int64) for packed in job.block_ids]
         group_ids = [number for number, parts in enumerate(num_parts) if parts]
         columns = [
             np.concatenate([np.empty(0, dtype=np.int64), *arrays])

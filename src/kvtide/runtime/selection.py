@@ -10,10 +10,10 @@ import numpy as np
 from kvtide.core.jobs import (
     NULL_BLOCK_ID,
     BoundaryJob,
-    GatheredJob,
+    JoinedJob,
     SaveJob,
     StoreJob,
-    unpack_block_ids,
+    unpack_ints,
 )
 from kvtide.core.keys import BlockHashes
 from kvtide.core.topology import RankRole, StoreShare
@@ -42,8 +42,8 @@ def select(job: SaveJob, role: RankRole, hashes_per_chunk: Sequence[int]) -> lis
     """
     if isinstance(job, StoreJob):
         selections = _of_range(job, hashes_per_chunk)
-    elif isinstance(job, GatheredJob):
-        selections = _of_gathered(job)
+    elif isinstance(job, JoinedJob):
+        selections = _of_joined(job)
     else:
         selections = _of_puts(job)
     return [
@@ -56,20 +56,20 @@ def select(job: SaveJob, role: RankRole, hashes_per_chunk: Sequence[int]) -> lis
 
 def _of_range(job: StoreJob, hashes_per_chunk: Sequence[int]) -> Iterator[Selection]:
     for group_id, packed in enumerate(job.block_ids):
-        block_ids = unpack_block_ids(packed)
+        block_ids = unpack_ints(packed)
         first, ratio = job.first_chunks[group_id], hashes_per_chunk[group_id]
         chunks = range(first, first + len(block_ids))
         names = range((chunks.start + 1) * ratio - 1, (chunks.stop + 1) * ratio - 1, ratio)
         yield Selection(group_id, chunks, block_ids, job.hashes, names)
 
 
-def _of_gathered(job: GatheredJob) -> Iterator[Selection]:
+def _of_joined(job: JoinedJob) -> Iterator[Selection]:
     end = 0
     for group_id, (packed, block_ids) in enumerate(zip(job.chunks, job.block_ids, strict=True)):
-        chunks = unpack_block_ids(packed)
+        chunks = unpack_ints(packed)
         start, end = end, end + len(chunks)
         names = range(start, end)
-        yield Selection(group_id, chunks, unpack_block_ids(block_ids), job.hashes, names)
+        yield Selection(group_id, chunks, unpack_ints(block_ids), job.hashes, names)
 
 
 def _of_puts(job: BoundaryJob) -> Iterator[Selection]:
