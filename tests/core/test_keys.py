@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvtide.core.keys import (
     BlockHashes,
     CacheIdentity,
+    HashesCutError,
     HashWindow,
     KeyMetadata,
     PoolKey,
@@ -46,6 +48,26 @@ def test_a_blob_and_a_window_give_the_same_hexes(indices: range) -> None:
     assert blob.hexes(indices) == expected
     assert window.hexes(indices) == expected
     assert blob.hexes(list(indices)) == window.hexes(tuple(indices)) == expected
+
+
+@pytest.mark.parametrize("indices", [range(3, 7), (3, 6)], ids=["a range", "single ones"])
+def test_a_window_ends_where_it_was_said_to(indices: Sequence[int]) -> None:
+    """Though the engine's list has more by now."""
+    window = HashWindow(fake_hashes(8), end=6)
+    assert len(window.hexes(range(6))) == 6
+    with pytest.raises(IndexError, match="outside"):
+        window.hexes(indices)
+
+
+@pytest.mark.parametrize("indices", [range(3, 7), (3, 6)], ids=["a range", "single ones"])
+def test_a_list_that_the_engine_has_cut_off_is_not_read_short(indices: Sequence[int]) -> None:
+    """Fewer hashes than were asked for would name other chunks."""
+    hashes = fake_hashes(8)
+    window = HashWindow(hashes)
+    assert len(window.hexes(indices)) == len(indices)
+    del hashes[5:]
+    with pytest.raises(HashesCutError):
+        window.hexes(indices)
 
 
 def test_indexes_are_absolute_and_nothing_below_the_range_can_be_read() -> None:

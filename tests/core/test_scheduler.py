@@ -144,11 +144,13 @@ def test_a_step_touches_nothing_below_the_scheduled_offset_at_any_context() -> N
     """128k tokens in steps of 2,048: each step reads 128 hashes and 128 table entries."""
     bench, view = Bench(), request(131072)
     bench.arrive(view)
+    view.list_reads.clear()
     for step in range(64):
         view.hash_reads.clear()
         view.block_reads.clear()
         bench.step(prefill(view, step * 2048, 2048, first=step == 0))
         assert view.hash_reads == [range(step * 128, (step + 1) * 128)]
+        assert not view.list_reads
         assert view.block_reads == [(0, step * 128, (step + 1) * 128)]
 
 

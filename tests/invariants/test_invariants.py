@@ -100,6 +100,7 @@ def test_a_step_touches_only_its_own_hashes_and_block_table_entries(
         read_hashes += hashes
         read_blocks += blocks
     assert read_hashes == read_blocks == list(range(128, (TOKENS + 39) // 16))
+    assert not any(record.num_list_reads for record in large.records)
 
 
 NUM_CROWD = 64
@@ -171,6 +172,7 @@ def test_a_crowd_reads_only_what_it_completes(
             for index in range(first, end)
         ]
         assert hashes == blocks == [6, 7]
+    assert not any(record.num_list_reads for record in engine.records)
 
 
 @pytest.mark.parametrize("method", ["exists", "put"])

@@ -9,22 +9,27 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, ClassVar
 
 import pytest
 
+from kvtide.core.batch import Batch
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, SlidingWindow
 from kvtide.core.probes import MAX_PROBE_KEYS
 from kvtide.core.topology import ParallelSizes, Topology
+from kvtide.runtime import bad_keys, ledger, service, slab, values
 from kvtide.runtime import lookup as lookups
 from kvtide.runtime.lookup import MAX_ROUND_KEYS, LookupExecutor
+from kvtide.stores.base import Status
 from kvtide.stores.memory import MemoryStore
 from kvtide.stores.wrappers import WrapperStore
+from kvtide.testing.blocks import FakeBlocks
 from kvtide.testing.engine import ScriptedEngine
 from kvtide.testing.engine_setup import EngineSetup
 from kvtide.testing.requests import fake_hashes
@@ -168,6 +173,101 @@ def test_no_lock_is_held_while_keys_are_built_or_the_store_is_asked(
     executor.close()
 
 
+class WatchedLock:
+    """A lock that knows which threads hold one of its kind."""
+
+    holders: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """See ``threading.Lock``."""
+        is_mine = self._lock.acquire(blocking, timeout)
+        self.holders[threading.get_ident()] += is_mine
+        return is_mine
+
+    def release(self) -> None:
+        """See ``threading.Lock``."""
+        self.holders[threading.get_ident()] -= 1
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class LocklessStore(WrapperStore):
+    """Notes the calls that a thread makes while it holds a lock of kvtide's."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.calls: list[tuple[str, int]] = []
+
+    def note(self, method: str) -> None:
+        """Take note of a call, and of how many locks its thread holds."""
+        self.calls.append((method, WatchedLock.holders[threading.get_ident()]))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Note the call."""
+        self.note("exists")
+        return super().exists(keys)
+
+    def put(self, batch: Batch) -> list[Status]:
+        """Note the call."""
+        self.note("put")
+        return super().put(batch)
+
+    def get(self, batch: Batch) -> list[Status]:
+        """Note the call."""
+        self.note("get")
+        return super().get(batch)
+
+
+def test_no_thread_holds_a_lock_while_it_copies_tags_verifies_or_asks_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I8: so whoever takes a lock, as the engine's thread does, waits for a few lines at most."""
+    proxy = ModuleType("threading")
+    proxy.__dict__.update(threading.__dict__)
+    proxy.Lock = WatchedLock  # type: ignore[attr-defined]
+    proxy.Condition = lambda lock=None: threading.Condition(lock or WatchedLock())  # type: ignore[attr-defined]
+    for module in (bad_keys, ledger, lookups, service, slab):
+        monkeypatch.setattr(module, "threading", proxy)
+    store = LocklessStore()
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            store.note(name)
+            return call(*arguments)
+
+        return noted
+
+    for name in ("write_tag", "verify"):
+        monkeypatch.setattr(values, name, noting(name, getattr(values, name)))
+    for name in ("read", "write"):
+        monkeypatch.setattr(FakeBlocks, name, noting(name, getattr(FakeBlocks, name)))
+    engine = ScriptedEngine(store, EngineSetup(threaded=True))
+    try:
+        for number in range(2):
+            engine.pool.drop_cached()
+            engine.add(str(number), PROMPT, max_tokens=3)
+            while engine.has_work:
+                engine.step()
+                time.sleep(0.001)
+            assert all(rank.worker.flush(20.0) for rank in engine.ranks.ranks)
+    finally:
+        engine.close()
+    names = {name for name, _ in store.calls}
+    assert names == {"exists", "put", "get", "write_tag", "verify", "read", "write"}
+    assert not {name for name, num_held in store.calls if num_held}
+    with service.threading.Lock():  # the control: a lock that is held is seen
+        store.exists([])
+    assert store.calls[-1] == ("exists", 1)
+
+
 @pytest.mark.parametrize("tp_size", [1, 8])
 @pytest.mark.parametrize("num_lookups", [1, 20])
 def test_few_keys_are_built_between_two_chances_for_others_to_run(
@@ -197,7 +297,7 @@ def test_few_keys_are_built_between_two_chances_for_others_to_run(
         return name(database, hexes)
 
     monkeypatch.setattr(ChunkedTokenDatabase, "keys_named", counted_name)
-    monkeypatch.setattr(lookups, "_let_others_run", end_burst)
+    monkeypatch.setattr(lookups, "let_others_run", end_burst)
     executor = executor_of(coordinator, WatchedStore(ask), tp_size, threaded=False)
     for ticket in range(num_lookups):
         query = coordinator.query(131073, fake_hashes(8192, seed=str(ticket)))

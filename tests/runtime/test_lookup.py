@@ -10,13 +10,14 @@ import pytest
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.groups import FullAttention
-from kvtide.core.keys import KeyMetadata
+from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery
 from kvtide.core.probes import FIRST_PROBE_KEYS, Boundaries
 from kvtide.core.topology import Part
 from kvtide.errors import StoreLostError
 from kvtide.runtime import lookup as lookup_module
 from kvtide.runtime.lookup import LookupExecutor
+from kvtide.testing.requests import fake_hashes
 from tests.runtime_harness import NAMESPACE, WAIT_S, Clock, Hang, ScriptedStore, hashes_of
 
 RANKS = 2
@@ -331,3 +332,18 @@ def test_close_twice_is_harmless() -> None:
     lookups.executor.close()
     assert lookups.store.num_closes == 1
     assert "closed" in repr(lookups.executor)
+
+
+def test_a_session_that_is_cut_off_while_it_is_looked_up_misses_quietly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its hashes are gone because it goes on from an earlier token: nothing is wrong."""
+    lookups = Lookups()
+    lookups.save("a", range(8))
+    hashes = fake_hashes(8)
+    lookups.executor.submit(1, LookupQuery(0, 32, HashWindow(hashes)), NAMESPACE)
+    del hashes[2:]
+    lookups.executor.run_pending()
+    assert lookups.executor.take(1) == LookupHit(0, 0)
+    assert "lookup_errors" not in lookups.executor.take_counters()
+    assert not caplog.records

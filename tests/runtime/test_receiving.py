@@ -10,8 +10,12 @@ import pytest
 
 from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.errors import StoreLostError
+from kvtide.runtime import threads
+from kvtide.runtime.service import KEYS_PER_BURST
+from kvtide.runtime.values import TaggedValues
 from kvtide.stores.base import Status
 from kvtide.stores.memory import MemoryStore
+from kvtide.stores.memory_buffer import ByteArray
 from kvtide.testing import Fault, FaultKind, FaultyStore
 from tests.runtime_harness import WAIT_S, Hang, Rank
 
@@ -469,3 +473,25 @@ def test_a_panic_of_a_native_store_client_ends_no_thread() -> None:
     rank.scripted.hooks.clear()
     rank.step(rank.load_job("a", 0, 32, TARGETS, request_id="again"))
     assert [rank.blocks.content(0, block) for block in TARGETS] == contents
+
+
+def test_few_values_are_verified_between_two_chances_for_the_engine_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I8: each costs some microseconds of Python, and a part may have hundreds."""
+    num_chunks = 2 * KEYS_PER_BURST + 5
+    how = {"num_blocks": 300, "staging_bytes": 300 * 4096, "load_staging_bytes": 300 * 4096}
+    rank, _ = saved_rank(num_chunks, **how)
+    bursts = [0]
+    monkeypatch.setattr(threads, "let_others_run", lambda: bursts.append(0))
+    is_whole = TaggedValues.is_whole
+
+    def counted(values: TaggedValues, value: ByteArray, key: str, payload_bytes: int) -> bool:
+        bursts[-1] += 1
+        return is_whole(values, value, key, payload_bytes)
+
+    monkeypatch.setattr(TaggedValues, "is_whole", counted)
+    rank.step(rank.load_job("a", 0, 4 * num_chunks, list(range(150, 150 + num_chunks))))
+    assert (rank.finished, rank.failed) == (["a"], [])
+    assert sum(bursts) == num_chunks
+    assert max(bursts) <= KEYS_PER_BURST

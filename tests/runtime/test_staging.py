@@ -8,7 +8,11 @@ import pytest
 
 from kvtide.core.jobs import BoundaryPut, StepPlan
 from kvtide.core.topology import WHOLE, ParallelSizes, RankRole, Split, StoreShare, Topology
+from kvtide.runtime import staging
+from kvtide.runtime.service import KEYS_PER_BURST
 from kvtide.runtime.tags import TAG_BYTES, verify
+from kvtide.runtime.values import TaggedValues
+from kvtide.stores.memory_buffer import ByteArray
 from tests.runtime_harness import WAIT_S, Rank, hashes_of
 
 
@@ -285,3 +289,26 @@ def test_a_job_is_not_ended_while_its_blocks_are_read() -> None:
     rank.collect_until(lambda: bool(rank.ends(job)))
     rank.worker.close()
     rank.worker.check_idle()
+
+
+def test_few_values_are_made_between_two_chances_for_the_engine_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I8: each costs some microseconds of Python, and a job may have hundreds."""
+    rank = Rank(num_blocks=300, staging_bytes=300 * 4096)
+    bursts = [0]
+    monkeypatch.setattr(staging, "let_others_run", lambda: bursts.append(0))
+    seal = TaggedValues.seal
+
+    def counted_seal(values: TaggedValues, row: ByteArray, key: str, payload_bytes: int) -> None:
+        bursts[-1] += 1
+        seal(values, row, key, payload_bytes)
+
+    monkeypatch.setattr(TaggedValues, "seal", counted_seal)
+    num_chunks = 2 * KEYS_PER_BURST + 5
+    jobs = [
+        rank.store_job(name, 0, 4 * num_chunks, list(range(1, num_chunks + 1))) for name in "ab"
+    ]
+    rank.step(*jobs)
+    assert [rank.ends(job) for job in jobs] == [["stored"], ["stored"]]
+    assert bursts == [KEYS_PER_BURST, KEYS_PER_BURST, 5, KEYS_PER_BURST, KEYS_PER_BURST, 5, 0]

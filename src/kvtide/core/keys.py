@@ -104,12 +104,16 @@ class BlockHashes(Sequence[bytes]):
         return f"<BlockHashes [{self.first}, {len(self)})>"
 
 
+class HashesCutError(IndexError):
+    """The engine cut off hashes that were to be read: a session goes on from an earlier token."""
+
+
 class HashWindow:
     """The hashes ``[first, end)`` of a request, read from the engine's own list when asked for.
 
     Nothing is copied: a lookup may stop at its first key, and a long list costs the engine's thread
     as much to copy as all the rest of submitting one. The engine may go on growing the list; where
-    it cuts it off meanwhile, reading is an ``IndexError``.
+    it cuts it off meanwhile, reading is a :class:`HashesCutError`.
     """
 
     __slots__ = ("_end", "_hashes", "first")
@@ -132,9 +136,9 @@ class HashWindow:
         if isinstance(indices, range):
             picked = self._hashes[indices.start : indices.stop : indices.step]
         else:
-            picked = [self._hashes[index] for index in indices]
+            picked = [value for index in indices for value in self._hashes[index : index + 1]]
         if len(picked) != len(indices):
-            raise IndexError(f"the engine has fewer hashes than {self._end} now")
+            raise HashesCutError(f"the engine has fewer hashes than {self._end} now")
         # One by one: cutting up the hex of all of them takes half as long again.
         return [value.hex() for value in picked]
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvtide.core.chunks import ChunkedTokenDatabase
+from kvtide.core.keys import HashesCutError
 from kvtide.core.lookup import LookupHit, LookupQuery, Questions, lookup
 from kvtide.core.search import Boundaries
 from kvtide.runtime.bad_keys import BadKeys
 from kvtide.runtime.logs import FaultLog
+from kvtide.runtime.service import let_others_run
 from kvtide.runtime.store_counters import counters_of
 from kvtide.stores.base import Store
 
@@ -47,11 +49,6 @@ class _Entry:
     hit: LookupHit | None = None
     is_cancelled: bool = False
     found_s: float | None = None
-
-
-def _let_others_run() -> None:
-    """Let the scheduling thread in between two bursts of key building."""
-    time.sleep(0)
 
 
 def miss(query: LookupQuery) -> LookupHit:
@@ -229,10 +226,10 @@ class LookupExecutor:
             return
         for number, (entry, present) in enumerate(zip(entries, answers, strict=True)):
             if number:
-                _let_others_run()
+                let_others_run()
             self._step(entry, present)
         if self._active:
-            _let_others_run()
+            let_others_run()
 
     def _take_round(self) -> list[_Entry]:
         """Return the lookups of this round, each with keys to ask; the rest waits in turn."""
@@ -245,7 +242,7 @@ class LookupExecutor:
                 continue
             if entry.questions is None:
                 if num_begun:
-                    _let_others_run()
+                    let_others_run()
                 num_begun += 1
                 self._step(entry, ())
                 if entry.hit is not None:
@@ -308,6 +305,8 @@ class LookupExecutor:
                         self._active.append(entry)
         except StopIteration as stop:
             self._answer(entry, stop.value)
+        except HashesCutError:
+            self._answer(entry, miss(entry.query))  # the request is another one by now
         except Exception:  # noqa: BLE001 - logged there; a query that makes no sense is a miss
             self._faults.exception("a lookup could not be made")
             self._count("lookup_errors", 1)

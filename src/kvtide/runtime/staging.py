@@ -16,11 +16,8 @@ from kvtide.runtime.ledger import Phase, StoreTask
 from kvtide.runtime.memory import Fence
 from kvtide.runtime.prefixes import interleaved
 from kvtide.runtime.selection import Selection, select
-from kvtide.runtime.service import Service
+from kvtide.runtime.service import KEYS_PER_BURST, Service, let_others_run
 from kvtide.runtime.slab import Rows, Slab
-
-KEYS_PER_BURST = 256
-"""Chunks whose keys and tags are made in one go: well under a millisecond of Python."""
 
 
 class PutQueue(Protocol):
@@ -148,6 +145,7 @@ class Staging(Service[FencedTasks, FencedTasks]):
                         [database.keys_at(selection.hashes, names) for database in parts]
                     )
                     self._copy_rows(task, selection, rows.divided(len(parts)), piece, keys)
+                    let_others_run()
                 done += run.num_rows
 
     def _copy_rows(

@@ -15,7 +15,7 @@ from kvtide.errors import StoreError
 from kvtide.runtime.context import RankContext
 from kvtide.runtime.ledger import LoadTask, Phase, StoreTask
 from kvtide.runtime.loading import LoadPart, PartValues, part_values, split_load
-from kvtide.runtime.service import Service
+from kvtide.runtime.service import KEYS_PER_BURST, Service, let_others_run
 from kvtide.runtime.slab import Slab
 from kvtide.stores.base import Status, Store
 
@@ -259,7 +259,10 @@ class KVCacheStoreRecvingThread(Service[LoadTask, LoadTask]):
         unproven: list[int] = []
         buffer, overhead = self._slab.buffer, self._values.overhead_bytes
         columns = (values.keys, values.tokens, values.offsets, values.payload_bytes)
-        for status, key, token, offset, payload_bytes in zip(statuses, *columns, strict=True):
+        judged = zip(statuses, *columns, strict=True)
+        for number, (status, key, token, offset, payload_bytes) in enumerate(judged, 1):
+            if number % KEYS_PER_BURST == 0:
+                let_others_run()
             if status is Status.OK:
                 found = buffer[offset : offset + payload_bytes + overhead]
                 if self._values.is_whole(found, key, payload_bytes):

@@ -218,7 +218,9 @@ class ScriptedEngine:
             self.run_lookups()
         marks = {name: request.num_reads for name, request in self.requests.items()}
         decisions = self.batch.schedule()
+        num_list_reads = self._num_list_reads()
         outcome = self.scheduler.step(self._events(decisions), self.clock())
+        num_list_reads = self._num_list_reads() - num_list_reads
         self._pin(outcome.pin_block_ids)
         self.pool.free(decisions.offers.blocks)
         packed = pickle.dumps(outcome.plan)
@@ -230,6 +232,7 @@ class ScriptedEngine:
             len(outcome.plan.loads),
             {n: r.hash_reads[marks.get(n, (0, 0))[0] :] for n, r in self.requests.items()},
             {n: r.block_reads[marks.get(n, (0, 0))[1] :] for n, r in self.requests.items()},
+            num_list_reads,
         )
         self.records.append(record)
         # Every rank unpickles its own copy, as in a process of its own.
@@ -245,6 +248,9 @@ class ScriptedEngine:
         self.ranks.complete()
         self._update(decisions, sampled)
         return record
+
+    def _num_list_reads(self) -> int:
+        return sum(len(request.list_reads) for request in self.requests.values())
 
     def _events(self, decisions: Decisions) -> StepEvents:
         preempted = decisions.preempted if self.setup.tell_preemptions else ()

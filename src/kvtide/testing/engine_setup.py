@@ -150,6 +150,8 @@ class StepRecord:
     num_loads: int
     hash_reads: dict[str, list[range]]
     block_reads: dict[str, list[tuple[int, int, int]]]
+    num_list_reads: int
+    """How often the lists of all hashes, which are for lookups, were read to decide the step."""
 
     @property
     def is_poll(self) -> bool:

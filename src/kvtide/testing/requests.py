@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import overload
 
 from kvtide.core.jobs import NULL_BLOCK_ID
 
@@ -18,12 +19,35 @@ def fake_hashes(num_hashes: int, *, seed: str = "") -> list[bytes]:
     return chain
 
 
+class _RecordedList(Sequence[bytes]):
+    """A list that may grow or be cut off, and a record of the indexes that are read of it."""
+
+    def __init__(self, values: list[bytes], reads: list[range]) -> None:
+        self._values = values
+        self._reads = reads
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(index, slice):
+            self._reads.append(range(*index.indices(len(self._values))))
+        else:
+            self._reads.append(range(index, index + 1))
+        return self._values[index]
+
+
 class RecordingRequest:
     """A :class:`~kvtide.core.transfer.RequestView` whose every read is on record.
 
     ``hash_reads`` and ``block_reads`` hold the ranges that were asked for, in order; block reads
-    as ``(group_id, first_chunk, end_chunk)``. ``tables[g]`` is the block table of group ``g``;
-    by default chunk ``i`` lies in block ``i + 1``.
+    as ``(group_id, first_chunk, end_chunk)``. ``list_reads`` has what was read of ``hash_list``,
+    which is for lookups. ``tables[g]`` is the block table of group ``g``; by default chunk ``i``
+    lies in block ``i + 1``.
     """
 
     def __init__(
@@ -48,6 +72,7 @@ class RecordingRequest:
         """Blocks that somebody else may be reading."""
         self.hash_reads: list[range] = []
         self.block_reads: list[tuple[int, int, int]] = []
+        self.list_reads: list[range] = []
 
     @property
     def num_hashes(self) -> int:
@@ -56,8 +81,8 @@ class RecordingRequest:
 
     @property
     def hash_list(self) -> Sequence[bytes]:
-        """All hashes; reading them is not on record."""
-        return self.block_hashes
+        """The list of all hashes; what is read of it is on record in ``list_reads``."""
+        return _RecordedList(self.block_hashes, self.list_reads)
 
     def hashes(self, first: int, end: int) -> Sequence[bytes]:
         """Return the hashes ``[first, end)``."""

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
 MAX_JOB_VALUES = 512
-"""A job stores at most so many, so that nobody works on one for a millisecond."""
+"""A job stores at most so many: what fails, or waits to be staged, comes in small portions."""
 
 
 class SchedulerSide:
