@@ -130,6 +130,11 @@ class PoolScheduler:
         """How many loads are under way."""
         return self._admission.num_loads
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for a lookup or a load."""
+        return bool(self._admission.num_loads or self._admission.num_inquiries)
+
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(

@@ -230,6 +230,27 @@ def test_an_id_that_begins_a_new_life_is_held_back_anew(
     assert prefix_of(half, again) is None
 
 
+# ------------------------------------------------------------------------------ waiting
+
+
+def test_an_empty_step_only_waits_while_a_request_wants_something_of_the_pool(
+    half: SchedulerSide,
+) -> None:
+    """A step that computes something, or that nobody waits in, does not."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    empty, busy = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    busy.total_num_scheduled_tokens = 1
+    assert not half.build_metadata(empty).only_waits
+    request = plain_request()
+    half.on_new_request(request)
+    assert half.build_metadata(empty).only_waits
+    assert not half.build_metadata(busy).only_waits
+    assert answer_of(half, request) == (0, False)
+    half.on_finished(request.request_id)
+    assert not half.build_metadata(empty).only_waits
+
+
 # ------------------------------------------------------------ the keys of the in-tree connector
 
 

@@ -18,9 +18,13 @@ from kvtide.engines.vllm.ranks import Sharing
 
 @dataclass
 class KVTideMetadata(KVConnectorMetadata):
-    """One step's plan, from the scheduler to every worker."""
+    """One step's plan, from the scheduler to every worker.
+
+    ``only_waits`` says that the step computes nothing while requests wait for the pool.
+    """
 
     plan: StepPlan = field(default_factory=StepPlan)
+    only_waits: bool = False
 
 
 @dataclass

@@ -272,7 +272,8 @@ class SchedulerSide:
         outcome = self._scheduler.step(events, self._clock())
         if outcome.pin_block_ids:
             self._tables.pin(outcome.pin_block_ids)
-        return KVTideMetadata(outcome.plan)
+        is_empty = not scheduler_output.total_num_scheduled_tokens
+        return KVTideMetadata(outcome.plan, is_empty and self._scheduler.is_awaited)
 
     def _scheduled(
         self, scheduler_output: Any, hand_offs: Mapping[str, Sequence[HandOff]]

@@ -7,6 +7,7 @@ is bound and fenced at ``wait_for_save``; what is unfenced at the next bind is f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,11 @@ from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.worker import PoolWorker, WorkerResults
 from kvtide.stores import Store
 from kvtide.units import format_size
+
+REST_S = 0.0005
+"""A step that only waits for the pool rests so long. vLLM's servers rest between such steps, too;
+an engine in its caller's process does not, and its loop would keep the interpreter from the very
+threads that it waits for: a load then takes 40 times as long."""
 
 
 class WorkerSide:
@@ -50,6 +56,7 @@ class WorkerSide:
         self._role = ranks.topology.role(rank)
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
+        self._only_waits = False
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's KV tensors, one per layer, and start."""
@@ -110,6 +117,7 @@ class WorkerSide:
 
     def take_over(self, metadata: KVTideMetadata) -> None:
         """Take the step's jobs over."""
+        self._only_waits = metadata.only_waits
         if self._worker is not None:
             self._worker.take_over(metadata.plan)
 
@@ -125,6 +133,8 @@ class WorkerSide:
 
     def poll(self) -> WorkerResults:
         """Return the loads that ended, and end what is past its deadline."""
+        if self._only_waits:
+            time.sleep(REST_S)
         return self._worker.poll() if self._worker is not None else WorkerResults(set(), set())
 
     def take_report(self) -> KVTideWorkerMetadata | None:
