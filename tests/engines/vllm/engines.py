@@ -99,8 +99,7 @@ class InProcessEngine:
     @property
     def counters(self) -> Counter[str]:
         """What was counted so far, lookups included."""
-        totals: Counter[str] = self.connector._scheduler_side._totals()
-        return totals
+        return Counter(self.connector._scheduler_side._totals())
 
     def generate(
         self, *prompts: list[int], num_tokens: int = NUM_OUTPUT_TOKENS, **sampling: Any
