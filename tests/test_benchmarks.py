@@ -151,6 +151,37 @@ def test_markers_are_compared_with_all_parts_on_both_stores(
     assert rows["Mooncake, TP 2, room"].peer == bench.TAG_BYTES
 
 
+def test_a_decode_step_is_timed_where_the_model_ran_and_all_requests_decode(load: Any) -> None:
+    """Not the prompts in front, nor steps after a request's end, nor the slowest twentieth."""
+    bench = load("bench_end_to_end")
+    prompts = [bench.Step(9.0, 0.1, has_run=True, num_ended=0)] * 5
+    empty = [bench.Step(7.0, 0.1, has_run=False, num_ended=0)] * 5
+    decodes = [bench.Step(1.0, 0.1, has_run=True, num_ended=0)] * 34
+    slow = [bench.Step(5.0, 0.1, has_run=True, num_ended=0)]
+    late = [bench.Step(0.1, 0.1, has_run=True, num_ended=1)] * 9
+    steps = [*prompts, *empty, *slow, *decodes, *late]
+    answers = bench.Answers([[1]], [1.0], steps, [0], 0, 0)
+    assert bench.mean_decode_step_s(answers) == 1.0
+
+
+def test_rounds_that_did_not_save_or_load_what_they_are_timed_for_are_refused(load: Any) -> None:
+    """A full pool and a back-off cost nothing, and a lookup that finds nothing neither."""
+    bench = load("bench_end_to_end")
+    answers = bench.Answers([[1]], [1.0], [], [0], 0, 7)
+    bench.check_saves("kvtide", answers, 7)
+    bench.check_loads("kvtide", [2048, 2048], is_connected=True)
+    bench.check_loads("kvtide", [0, 0], is_connected=False)
+    for num_blocks in (0, 8):
+        with pytest.raises(RuntimeError, match="saved 7 chunks"):
+            bench.check_saves("kvtide", answers, num_blocks)
+    for is_connected in (True, False):
+        with pytest.raises(RuntimeError, match="late prompts"):
+            bench.check_loads("kvtide", [2048, 0], is_connected=is_connected)
+    one_block = [[0] * (bench.BLOCK - bench.DECODE_TOKENS % bench.BLOCK + 1)]
+    assert bench.num_full_blocks(one_block) == bench.DECODE_TOKENS // bench.BLOCK + 1
+    assert bench.p99([*range(1, 102)]) == 100
+
+
 def test_ranks_that_hold_the_same_bytes_write_one_copy_in_equal_shares(load: Any) -> None:
     """The goals are counts, so they are judged here too."""
     bench = load("bench_rank_shares")
