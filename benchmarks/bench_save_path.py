@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any, Self
 
-from measuring import Row, at_most, figure, left_out, report, times_less
+from measuring import Row, at_most, context_name, figure, left_out, report, times_less
 
 BENCH = "save_path"
 CONTEXTS = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10)
@@ -32,11 +32,6 @@ JUDGED_CROWD = 64
 ALLOWANCE_US = 15.0
 BURST = 5
 """A round takes the least of so many repetitions: caches are warm in every case."""
-
-
-def name(num_tokens: int) -> str:
-    """Return a context as people write it."""
-    return f"{num_tokens >> 10}k"
 
 
 # ------------------------------------------------------------------ a, b: the scheduler's process
@@ -116,13 +111,13 @@ def scheduler_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                     times[case.num_tokens][side].append(spent * 1e6)
         for context, each in times.items():
             goal = 40 if context == JUDGED else None
-            where = f"a. scheduler, {kind} at {name(context)}"
+            where = f"a. scheduler, {kind} at {context_name(context)}"
             yield times_less(BENCH, where, "us", each["kvtide"], each["peer"], goal)
         first, last = cases[0].num_tokens, cases[-1].num_tokens
         base = median(times[first]["kvtide"])
         yield at_most(
             BENCH,
-            f"a. scheduler, {kind}: {name(last)} beside {name(first)}",
+            f"a. scheduler, {kind}: {context_name(last)} beside {context_name(first)}",
             "us",
             median(times[last]["kvtide"]),
             1.2 * base + ALLOWANCE_US,
@@ -144,7 +139,7 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                     pickle.loads(blobs[side])  # noqa: S301 - made right here
                     times[side].append((time.thread_time() - start) * 1e6)
             sizes = {side: len(blob) for side, blob in blobs.items()}
-            where = f"b. metadata, {kind} at {name(case.num_tokens)}"
+            where = f"b. metadata, {kind} at {context_name(case.num_tokens)}"
             is_judged = case.num_tokens == JUDGED
             if is_judged and kind == "decode job":
                 yield at_most(BENCH, where, "bytes", sizes["kvtide"], 400, peer=sizes["peer"])
@@ -320,7 +315,7 @@ def _rows_of_worker(what: str, workload: Workload, context: int) -> Iterator[Row
     """Judge what users run, and beside it what would be left without copy and tag."""
     us = workload.us_per_key
     goal = {"prefill": 3, "decode": 5}.get(what)
-    where = f"c. worker, a key of {what} at {name(context)}"
+    where = f"c. worker, a key of {what} at {context_name(context)}"
     if what.endswith("requests"):
         goal = 5
         where = f"c. worker, a key of {what} that decode"
@@ -370,7 +365,7 @@ def memory_rows(context: int) -> Iterator[Row]:
             found.setdefault(what, {})[side] = value
     for what, each in found.items():
         unit = "blocks" if what.startswith("blocks") else "bytes"
-        where = f"h. {what} at {name(context)}"
+        where = f"h. {what} at {context_name(context)}"
         yield times_less(BENCH, where, unit, [each["kvtide"]], [each["peer"]])
 
 

@@ -18,7 +18,8 @@ class Row:
 
     ``ratio`` is kvtide's figure by the peer's, in every row: of speeds 10 is ten times as fast, of
     costs 1/50 fifty times less. ``spread``, where the rounds tell one, has the quartiles of the
-    ratio. A row without a result is of a bench that was left out; its case says why.
+    ratio, or of kvtide's figure where there is no ratio. A row without a result is of a bench that
+    was left out; its case says why.
     """
 
     bench: str
@@ -37,6 +38,18 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Return the CPU seconds of this thread that a call took."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def context_name(num_tokens: int) -> str:
+    """Return a length of contexts as people write it, such as 128k."""
+    return f"{num_tokens >> 10}k"
 
 
 def take_turns(

@@ -229,9 +229,53 @@ def test_costs_at_three_contexts_become_a_line_and_all_rows_a_table(load: Any) -
     ]
     points = [(2 << 10, 1, 2000.0), (8 << 10, 2, 8.0), (128 << 10, 3, 128.0)]
     assert plot_costs.series(rows) == {"us": {"job": points}}
+    of_a_part = [{**row, "case": row["case"] + ": part"} for row in rows]
+    assert plot_costs.series(of_a_part) == {"us": {"job: part": points}}
     lines = plot_costs.table(rows).splitlines()
-    assert lines[3] == "| job at 2k | us | 1.0 | 2,000 |  | 1.0 to 2.0 | <= 9 | yes |"
+    assert lines[3] == "| job at 2k | us | 1 | 2,000 |  | 1 to 2 | <= 9 | yes |"
     assert len(lines) == 2 + len(rows)
+
+
+def test_a_ratio_is_written_with_three_digits_that_matter(load: Any) -> None:
+    """Small ones as 1/x, the spread from the smaller x."""
+    measuring = load("measuring")
+    assert measuring.written_ratio(1 / 56.72, (1 / 58.7, 1 / 46.68)) == (
+        "1/56.7",
+        "1/46.7 to 1/58.7",
+    )
+    assert measuring.written_ratio(0.6667, (0.5, 1.2345)) == ("0.667", "0.5 to 1.23")
+    assert measuring.written_ratio(2.0512, None) == ("2.05", "")
+    assert measuring.written_ratio(None, (15.04, 16.06)) == ("", "15 to 16.1")
+    assert measuring.written(12345.6) == "12,346"
+    assert measuring.written(None) == ""
+
+
+def test_a_page_gets_the_tables_of_the_benches_that_ran(load: Any) -> None:
+    """Measures of a case share a line; a table of another bench, and the text, stay as they are."""
+    measuring, plot_costs = load("measuring"), load("plot_costs")
+    measuring.report(
+        "b",
+        [
+            measuring.at_most("b", "miss: keys", "keys", 64, 64, peer=8192),
+            measuring.times_less("b", "miss: CPU", "us", [2], [80], at_least=50),
+            measuring.figure("b", "hit: keys", "keys", 8192),
+            measuring.times_less("b", "hit: CPU", "us", [30], [240]),
+            measuring.at_most("b", "alone: longest", "ms", 0.5, 1),
+        ],
+    )
+    page = "Text.\n\n<!-- table: b:keys -->\n\n| old |\n|---|\n| 1 |\n\nMore.\n"
+    other = "\n<!-- table: c -->\n\n| of another run |\n|---|\n"
+    assert plot_costs.filled(page + other) == (
+        "Text.\n\n<!-- table: b:keys -->\n\n"
+        "| case | keys | CPU, us | ratio of CPU | spread | goals |\n|---|---|---|---|---|---|\n"
+        "| miss | 64 : 8,192 | 2 : 80 | 1/40 | 1/40 to 1/40 | keys <= 64, CPU <= 1/50 (missed) |\n"
+        "| hit | 8,192 | 30 : 240 | 1/8 | 1/8 to 1/8 |  |\n"
+        "\nMore.\n" + other
+    )
+    longest = "| case | longest, ms | goals |\n|---|---|---|\n| alone | 0.5 | longest <= 1 |\n"
+    place = "<!-- table: b:longest -->\n"
+    once = plot_costs.filled(place)
+    assert once == plot_costs.filled(once) == f"{place}\n{longest}"
 
 
 def test_of_costs_the_ratio_is_bounded_from_above(load: Any) -> None:
