@@ -31,7 +31,7 @@ _DRAIN_LIMIT_S = 20.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # One core for the model: what a connector does beside it has the other.
+    # One thread for the model: what a connector does beside it has another core.
     "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
