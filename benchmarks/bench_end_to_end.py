@@ -251,6 +251,9 @@ def kvtide(url: str) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "store": url,
             "save_decode_cache": True,
+            # A round that computes what it should load is refused: where other work has the cores
+            # the default of 50 ms is not always enough.
+            "lookup_wait_ms": 1000,
         },
     }
 
