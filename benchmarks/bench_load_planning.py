@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 from bench_lookup_keys import NAMESPACE, vllm_spec
-from measuring import Row, left_out, report, times_less
+from measuring import Row, context_name, cpu_s, figure, left_out, report, times_less
 
 from kvtide.core.batch import Batch
 from kvtide.core.coordinator import Coordinator
@@ -181,13 +180,6 @@ class InTreeSide:
         assert not self._thread.get_and_clear_block_ids_with_load_errors()
 
 
-def cpu_s(call: Callable[[], object]) -> float:
-    """Return the CPU seconds of this thread that a call took."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
-
-
 def rows(name: str, num_tokens: int, rounds: int, *, with_vllm: bool) -> Iterator[Row]:
     """Plan the same load on both sides in turns, and yield the CPU time per chunk."""
     coordinator = MODELS[name]
@@ -209,21 +201,16 @@ def rows(name: str, num_tokens: int, rounds: int, *, with_vllm: bool) -> Iterato
         assert names[0] == names[1], "both sides load the same chunks"
     ours.close()
     each_us = 1e6 / load.num_chunks
-    case = f"{name}, {num_tokens >> 10}k"
-    yield figure(f"{case}: scheduler", median(planned_s) * each_us)
+    case = f"{name} at {context_name(num_tokens)}"
+    yield figure(BENCH, f"{case}: scheduler", "us/chunk", median(planned_s) * each_us)
     total_us = [(a + b) * each_us for a, b in zip(planned_s, loaded_s, strict=True)]
     if peer is None:
-        yield figure(f"{case}: scheduler and worker", median(total_us))
+        yield figure(BENCH, f"{case}: both", "us/chunk", median(total_us))
         return
     peer_us = [seconds * each_us for seconds in peer_s]
     worker_us = [seconds * each_us for seconds in loaded_s]
     yield times_less(BENCH, f"{case}: worker", "us/chunk", worker_us, peer_us)
-    yield times_less(BENCH, f"{case}: scheduler and worker", "us/chunk", total_us, peer_us)
-
-
-def figure(case: str, value: float) -> Row:
-    """Return a row that is compared with nothing."""
-    return Row(BENCH, case, "us/chunk", value, None, None, None, None)
+    yield times_less(BENCH, f"{case}: both", "us/chunk", total_us, peer_us)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from measuring import Row, report
+from measuring import Row, at_most, figure, report
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
@@ -207,27 +207,16 @@ def rows(model: Model, rounds: int, *, with_vllm: bool) -> Iterator[Row]:
             peer, hit = vllm_num_keys(model, is_there)
             assert hit == asked.hit, f"{model.name}, {state}: {asked.hit} and vLLM {hit}"
         goal = model.goals.get(state)
-        yield Row(
-            "lookup_keys",
-            f"{model.name}, {state}",
-            "keys",
-            asked.num_keys,
-            peer,
-            asked.num_keys / peer if peer else None,
-            None if goal is None else f"<= {goal:,}",
-            None if goal is None else asked.num_keys <= goal,
-        )
-        yield figure(f"{model.name}, {state}: calls", "calls", len(asked.bursts) - 1)
+        case = f"{model.name}, {state}"
+        if goal is None:
+            yield figure("lookup_keys", case, "keys", asked.num_keys, peer)
+        else:
+            yield at_most("lookup_keys", case, "keys", asked.num_keys, goal, peer=peer)
+        yield figure("lookup_keys", f"{model.name}, {state}: calls", "calls", len(asked.bursts) - 1)
         each = [median(burst) for burst in zip(*(run.bursts for run in runs), strict=True)]
         longest_s = max(longest_s, *each)
     case = f"{model.name}: longest burst"
-    longest_ms = longest_s * 1e3
-    yield Row("lookup_keys", case, "ms", longest_ms, None, None, "<= 1", longest_ms <= 1)
-
-
-def figure(case: str, unit: str, value: float) -> Row:
-    """Return a row that is compared with nothing."""
-    return Row("lookup_keys", case, unit, value, None, None, None, None)
+    yield at_most("lookup_keys", case, "ms", longest_s * 1e3, 1)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from itertools import product
 
-from measuring import Row, left_out, report
+from measuring import Row, figure, left_out, report
 from rank_costs import (
     BENCH,
     KIB,
@@ -33,8 +33,6 @@ from rank_costs import (
     VALUE_BYTES,
     Lookups,
     Transfers,
-    figure,
-    plain,
     room_by_filling,
 )
 from rank_parts import BLOCK, local_store
@@ -81,7 +79,9 @@ class Measured:
 def room_rows(name: str, tag_bytes: float) -> Iterator[Row]:
     """Compare what the parts of a chunk take of a store with what its marker takes."""
     for tp_size in TP_SIZES:
-        yield plain(f"{name}, TP {tp_size}, room", "B/chunk", tp_size * VALUE_BYTES, tag_bytes)
+        yield figure(
+            BENCH, f"{name}, TP {tp_size}, room", "B/chunk", tp_size * VALUE_BYTES, tag_bytes
+        )
 
 
 def promise_rows(name: str, tallies: Mapping[Way, Tally]) -> Iterator[Row]:
@@ -96,9 +96,9 @@ def promise_rows(name: str, tallies: Mapping[Way, Tally]) -> Iterator[Row]:
         theirs = tallies[way]
         case = f"{name}, full store, {what}"
         for text, share in shares.items():
-            yield plain(f"{case}: {text}", "%", 100 * share(ours), 100 * share(theirs))
+            yield figure(BENCH, f"{case}: {text}", "%", 100 * share(ours), 100 * share(theirs))
         stale = 100 * theirs.num_stale / theirs.num_signs
-        yield figure(f"{case}: of chunks that lack a part, at the end", "%", stale)
+        yield figure(BENCH, f"{case}: of chunks that lack a part, at the end", "%", stale)
 
 
 def wait_rows(name: str, found: Measured, num_tokens: int, failed: float) -> Iterator[Row]:
@@ -106,23 +106,23 @@ def wait_rows(name: str, found: Measured, num_tokens: int, failed: float) -> Ite
     saved_s = found.parts_s - found.markers_s
     paid_after = num_tokens // BLOCK * found.marker_put_s / saved_s
     case = f"{name}, TP {MOST_RANKS}, hit of {num_tokens:,} tokens"
-    yield figure(f"{case}: hits that pay for putting its markers", "hits", paid_after)
+    yield figure(BENCH, f"{case}: hits that pay for putting its markers", "hits", paid_after)
     wait_ms = PoolConfig().lookup_wait_ms
-    yield plain(f"{case}: beside lookup_wait_ms", "ms", 1e3 * found.parts_s, wait_ms)
-    yield figure(f"{name}, read rate of a rank", "GiB/s", found.get_rate / GIB)
+    yield figure(BENCH, f"{case}: beside lookup_wait_ms", "ms", 1e3 * found.parts_s, wait_ms)
+    yield figure(BENCH, f"{name}, read rate of a rank", "GiB/s", found.get_rate / GIB)
     for model, token_bytes in MODELS.items():
         rank_bytes = num_tokens * token_bytes / MOST_RANKS
         load_s = rank_bytes / found.get_rate
         ours_s, theirs_s = found.parts_s + load_s, found.markers_s + load_s
-        yield plain(f"{case}, {model}: lookup and load", "s", ours_s, theirs_s)
-        yield figure(f"{case}, {model}: saved by markers", "%", 100 * saved_s / ours_s)
+        yield figure(BENCH, f"{case}, {model}: lookup and load", "s", ours_s, theirs_s)
+        yield figure(BENCH, f"{case}, {model}: saved by markers", "%", 100 * saved_s / ours_s)
         # What comes before the gap is read again, so a load that failed costs itself.
         spent_s = failed * load_s
         text = "saved, beside spent on failed loads"
-        yield plain(f"{case}, {model}: {text}", "ms", 1e3 * saved_s, 1e3 * spent_s)
+        yield figure(BENCH, f"{case}, {model}: {text}", "ms", 1e3 * saved_s, 1e3 * spent_s)
         tenth_rate = rank_bytes / (10 * saved_s - found.parts_s)
         text = "read rate at which markers save a tenth"
-        yield figure(f"{case}, {model}: {text}", "GiB/s", tenth_rate / GIB)
+        yield figure(BENCH, f"{case}, {model}: {text}", "GiB/s", tenth_rate / GIB)
 
 
 @contextmanager

@@ -18,48 +18,20 @@ import pickle
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
-from measuring import Row, left_out, quartiles, report
+from measuring import Row, at_most, context_name, figure, left_out, report, times_less
 
 BENCH = "save_path"
 CONTEXTS = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10)
 JUDGED = 128 << 10
+JUDGED_CROWD = 64
 ALLOWANCE_US = 15.0
 BURST = 5
 """A round takes the least of so many repetitions: caches are warm in every case."""
-
-
-def name(num_tokens: int) -> str:
-    """Return a context as people write it."""
-    return f"{num_tokens >> 10}k"
-
-
-def times_less(
-    case: str,
-    unit: str,
-    kvtide: Sequence[float],
-    peer: Sequence[float],
-    at_least: float | None = None,
-) -> Row:
-    """Return the row of two costs, measured in the same rounds: how many times less kvtide's is."""
-    ratios = [theirs / ours for ours, theirs in zip(kvtide, peer, strict=True)]
-    ratio = median(ratios)
-    goal = None if at_least is None else f">= {at_least:g}"
-    met = None if at_least is None else ratio >= at_least
-    spread = quartiles(ratios)
-    return Row(BENCH, case, unit, median(kvtide), median(peer), ratio, goal, met, spread)
-
-
-def at_most(
-    case: str, unit: str, kvtide: float, peer: float | None, bound: float, goal: str
-) -> Row:
-    """Return the row of a cost of kvtide's that is bounded."""
-    ratio = None if peer is None else peer / kvtide
-    return Row(BENCH, case, unit, kvtide, peer, ratio, goal, kvtide <= bound)
 
 
 # ------------------------------------------------------------------ a, b: the scheduler's process
@@ -139,17 +111,17 @@ def scheduler_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                     times[case.num_tokens][side].append(spent * 1e6)
         for context, each in times.items():
             goal = 40 if context == JUDGED else None
-            where = f"a. scheduler, {kind} at {name(context)}"
-            yield times_less(where, "us", each["kvtide"], each["peer"], goal)
+            where = f"a. scheduler, {kind} at {context_name(context)}"
+            yield times_less(BENCH, where, "us", each["kvtide"], each["peer"], goal)
         first, last = cases[0].num_tokens, cases[-1].num_tokens
         base = median(times[first]["kvtide"])
         yield at_most(
-            f"a. scheduler, {kind}: {name(last)} beside {name(first)}",
+            BENCH,
+            f"a. scheduler, {kind}: {context_name(last)} beside {context_name(first)}",
             "us",
             median(times[last]["kvtide"]),
-            None,
             1.2 * base + ALLOWANCE_US,
-            f"<= 1.2 x {base:.0f} + {ALLOWANCE_US:g} us",
+            goal=f"<= 1.2 x {base:.0f} + {ALLOWANCE_US:g} us",
         )
 
 
@@ -167,50 +139,72 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                     pickle.loads(blobs[side])  # noqa: S301 - made right here
                     times[side].append((time.thread_time() - start) * 1e6)
             sizes = {side: len(blob) for side, blob in blobs.items()}
-            where = f"b. metadata, {kind} at {name(case.num_tokens)}"
+            where = f"b. metadata, {kind} at {context_name(case.num_tokens)}"
             is_judged = case.num_tokens == JUDGED
             if is_judged and kind == "decode job":
-                yield at_most(where, "bytes", sizes["kvtide"], sizes["peer"], 400, "<= 400 bytes")
+                yield at_most(BENCH, where, "bytes", sizes["kvtide"], 400, peer=sizes["peer"])
             else:
                 goal = 40 if is_judged else None
-                yield times_less(where, "bytes", [sizes["kvtide"]], [sizes["peer"]], goal)
+                yield times_less(BENCH, where, "bytes", [sizes["kvtide"]], [sizes["peer"]], goal)
             if is_judged:
                 yield times_less(
-                    f"{where}: pickled, unpickled", "us", times["kvtide"], times["peer"]
+                    BENCH, f"{where}: pickled, unpickled", "us", times["kvtide"], times["peer"]
                 )
 
 
 def crowd_rows(num_requests: int, rounds: int) -> Iterator[Row]:
-    """Time the scheduler's thread where many requests complete a block in the same step."""
+    """Time the scheduler's thread where many requests complete a block in the same step.
+
+    What that step leaves to the next ones counts, too.
+    """
     from scheduler_halves import make_halves
-    from vllm_engine import HeldEngine
+    from vllm_engine import BLOCK, HeldEngine
 
     num_tokens = 512
     engine = HeldEngine(num_tokens, num_requests * num_tokens // 8 + (1 << 10), num_requests)
-    admission, step = engine.admission(num_tokens - 1), engine.step(num_tokens - 1, 1)
+    computed = num_tokens - BLOCK - 1
+    admission = engine.admission(computed)
+    steps = [engine.step(computed + number, 1) for number in range(BLOCK)]
     halves = make_halves(engine)
     times: dict[str, list[float]] = {side: [] for side in halves}
     for _ in range(rounds):
         for side, half in halves.items():
             half.take(half.report_on(half.emit(admission)))
-            start = time.thread_time()
-            metadata = half.emit(step)
-            spent = time.thread_time() - start
-            ended = half.report_on(metadata)
-            start = time.thread_time()
-            half.take(ended)
-            spent += time.thread_time() - start
-            assert not half.has_pins
-            times[side].append(spent / num_requests * 1e6)
+            times[side].append(_save_crowd(half, steps, num_requests) / num_requests * 1e6)
     where = f"d. scheduler, {num_requests} requests complete a block: a request"
-    yield times_less(where, "us", times["kvtide"], times["peer"])
+    yield times_less(BENCH, where, "us", times["kvtide"], times["peer"])
+
+
+def _save_crowd(half: Any, steps: Sequence[Any], num_requests: int) -> float:
+    """Run as many steps as it takes to save the block that the first one completes.
+
+    Returns the CPU seconds of those steps.
+    """
+    spent = 0.0
+    num_blocks = 0
+    for step in steps:
+        start = time.thread_time()
+        metadata = half.emit(step)
+        emitted = time.thread_time()
+        if not half.num_jobs(metadata):
+            break
+        num_blocks += half.num_pinned_blocks
+        ended = half.report_on(metadata)
+        reported = time.thread_time()
+        half.take(ended)
+        spent += emitted - start + time.thread_time() - reported
+        assert not half.has_pins
+    assert num_blocks >= num_requests, "not every request was saved"
+    return spent
 
 
 # ------------------------------------------------------------------ c, d: a worker's CPU
 
 
-def metadata_of(engine: Any, first_token: int, step_tokens: int) -> dict[str, list[bytes]]:
-    """Return by side the pickled metadata of steps from ``first_token`` to the requests' end."""
+def metadata_of(
+    engine: Any, first_token: int, last_token: int, step_tokens: int
+) -> dict[str, list[bytes]]:
+    """Return by side the pickled metadata of the steps to ``last_token`` that save something."""
     from scheduler_halves import make_halves
 
     pickled: dict[str, list[bytes]] = {}
@@ -219,24 +213,50 @@ def metadata_of(engine: Any, first_token: int, step_tokens: int) -> dict[str, li
             request.num_computed_tokens = first_token
         half.take(half.report_on(half.emit(engine.admission(first_token))))
         pickled[side] = []
-        for computed in range(first_token, engine.num_tokens, step_tokens):
+        for computed in range(first_token, last_token, step_tokens):
             metadata = half.emit(engine.step(computed, step_tokens))
-            pickled[side].append(pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL))
+            if half.num_jobs(metadata):
+                pickled[side].append(pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL))
             half.take(half.report_on(metadata))
     return pickled
 
 
-class Load:
-    """Steps to save from ``first_token`` on, and what each worker took for them, by round."""
+class Workload:
+    """What each worker took to save all blocks of some steps, by round."""
 
-    def __init__(self, engine: Any, first_token: int, step_tokens: int) -> None:
+    def __init__(
+        self, engine: Any, first_token: int, num_blocks: int, pickled: dict[str, list[bytes]]
+    ) -> None:
         self.first_token = first_token
         self.request_ids = [request.request_id for request in engine.requests]
-        self.pickled = metadata_of(engine, first_token, step_tokens)
-        self.num_keys = len(self.request_ids) * (engine.num_tokens - first_token) // 16
-        self.num_steps = len(self.pickled["kvtide"])
+        self.pickled = pickled
+        self.num_blocks = num_blocks
+        self.num_keys = len(self.request_ids) * num_blocks
         self.us_per_key: dict[str, list[float]] = {}
-        self.calls_per_step: dict[str, float] = {}
+        self.calls_per_block: dict[str, float] = {}
+
+    @classmethod
+    def prefill(cls, engine: Any, step_tokens: int) -> Self:
+        """Return the steps that compute all tokens of the requests."""
+        from vllm_engine import BLOCK
+
+        num_tokens = engine.num_tokens
+        pickled = metadata_of(engine, 0, num_tokens, step_tokens)
+        return cls(engine, 0, num_tokens // BLOCK, pickled)
+
+    @classmethod
+    def decode(cls, engine: Any, num_blocks: int) -> Self:
+        """Return the steps that save as many blocks of each request, token by token.
+
+        The last block but one is the last to be saved, so that its step may leave some to the next.
+        """
+        from vllm_engine import BLOCK
+
+        num_tokens = engine.num_tokens
+        first_token = num_tokens - (num_blocks + 1) * BLOCK
+        return cls(
+            engine, first_token, num_blocks, metadata_of(engine, first_token, num_tokens - 1, 1)
+        )
 
     def run(self, side: str, worker: Any) -> None:
         """Let a worker save all steps, one after the other."""
@@ -248,7 +268,7 @@ class Load:
         spent = sum(cpu_of_step(worker, pickle.loads(blob)) for blob in pickled)  # noqa: S301
         assert worker.num_keys - num_keys == self.num_keys, "not everything was saved"
         self.us_per_key.setdefault(side, []).append(spent / self.num_keys * 1e6)
-        self.calls_per_step[side] = (worker.num_calls - num_calls) / self.num_steps
+        self.calls_per_block[side] = (worker.num_calls - num_calls) / self.num_blocks
 
 
 def make_workers(num_blocks: int) -> dict[str, Any]:
@@ -258,56 +278,68 @@ def make_workers(num_blocks: int) -> dict[str, Any]:
 
     caches = kv_caches(num_blocks)
     return {
-        "kvtide": KVTideWorker(caches, with_copy=False),
-        "with copy": KVTideWorker(caches, with_copy=True),
+        "kvtide": KVTideWorker(caches),
+        "without copy and tag": KVTideWorker(caches, with_copy=False),
         "peer": InTreeWorker(caches),
     }
 
 
 def worker_rows(context: int, many: Sequence[int], rounds: int) -> Iterator[Row]:
     """Measure a worker's CPU per new key: a long prompt, a decode, and many decodes at once."""
-    from vllm_engine import BLOCK, STEP_TOKENS, HeldEngine
+    from vllm_engine import STEP_TOKENS, HeldEngine
 
     num_blocks = max(context // 8, max(many, default=0) * 64) + (5 << 10)
     engine = HeldEngine(context, num_blocks)
-    loads = {
-        "prefill": Load(engine, 0, STEP_TOKENS),
-        "prefill in steps four times as long": Load(engine, 0, 4 * STEP_TOKENS),
-        "decode": Load(engine, context - 64 * BLOCK, BLOCK),
+    workloads = {
+        "prefill": Workload.prefill(engine, STEP_TOKENS),
+        "prefill in steps four times as long": Workload.prefill(engine, 4 * STEP_TOKENS),
+        "decode": Workload.decode(engine, 64),
     }
     for count in many:
         crowd = HeldEngine(512, num_blocks, count)
-        loads[f"{count} requests"] = Load(crowd, 512 - 4 * BLOCK, BLOCK)
+        workloads[f"{count} requests"] = Workload.decode(crowd, 4)
     workers = make_workers(num_blocks)
     gc.collect()
     gc.freeze()
     for _ in range(rounds):
-        for load in loads.values():
+        for workload in workloads.values():
             for side, worker in workers.items():
-                load.run(side, worker)
-    goals: Mapping[str, float] = {"prefill": 3, "decode": 5}
-    for what, load in loads.items():
-        us = load.us_per_key
-        where = f"c. worker, a key of {what} at {name(context)}"
-        if what.endswith("requests"):
-            where = f"d. {what} complete a block: a key"
-            calls = load.calls_per_step
-            yield at_most(
-                f"d. {what} complete a block: calls",
-                "calls",
-                calls["kvtide"],
-                calls["peer"],
-                2,
-                "<= 2",
-            )
-            yield at_most(where, "us", median(us["kvtide"]), median(us["peer"]), 5, "<= 5 us")
-            where = f"c. worker, a key of {what} that decode"
-            yield times_less(where, "us", us["kvtide"], us["peer"], goals["decode"])
-        else:
-            yield times_less(where, "us", us["kvtide"], us["peer"], goals.get(what))
-        yield times_less(f"{where}, copied and tagged", "us", us["with copy"], us["peer"])
+                workload.run(side, worker)
+    for what, workload in workloads.items():
+        yield from _rows_of_worker(what, workload, context)
     for worker in workers.values():
         worker.close()
+
+
+def _rows_of_worker(what: str, workload: Workload, context: int) -> Iterator[Row]:
+    """Judge what users run, and beside it what would be left without copy and tag."""
+    us = workload.us_per_key
+    goal = {"prefill": 3, "decode": 5}.get(what)
+    where = f"c. worker, a key of {what} at {context_name(context)}"
+    if what.endswith("requests"):
+        goal = 5
+        where = f"c. worker, a key of {what} that decode"
+        yield from _crowd_rows_of_worker(what, workload)
+    for side, case in by_side(us, where).items():
+        yield times_less(BENCH, case, "us", us[side], us["peer"], goal)
+
+
+def _crowd_rows_of_worker(what: str, workload: Workload) -> Iterator[Row]:
+    """Judge what many requests cost that complete a block in the same step."""
+    us, calls = workload.us_per_key, workload.calls_per_block
+    where = f"d. {what} complete a block: calls"
+    if len(workload.request_ids) <= JUDGED_CROWD:
+        yield at_most(BENCH, where, "calls", calls["kvtide"], 2, peer=calls["peer"])
+    else:
+        yield figure(BENCH, where, "calls", calls["kvtide"], calls["peer"])
+    for side, case in by_side(us, f"d. {what} complete a block: a key").items():
+        yield at_most(BENCH, case, "us", median(us[side]), 5, peer=median(us["peer"]))
+
+
+def by_side(sides: Iterable[str], case: str) -> dict[str, str]:
+    """Return the case as each of kvtide's workers has it."""
+    suffixes = {side: "" if side == "kvtide" else f", {side}" for side in sides if side != "peer"}
+    return {side: case + suffix for side, suffix in suffixes.items()}
 
 
 # ------------------------------------------------------------------ h: memory
@@ -333,8 +365,8 @@ def memory_rows(context: int) -> Iterator[Row]:
             found.setdefault(what, {})[side] = value
     for what, each in found.items():
         unit = "blocks" if what.startswith("blocks") else "bytes"
-        where = f"h. {what} at {name(context)}"
-        yield times_less(where, unit, [each["kvtide"]], [each["peer"]])
+        where = f"h. {what} at {context_name(context)}"
+        yield times_less(BENCH, where, unit, [each["kvtide"]], [each["peer"]])
 
 
 def _memory_of(held: Held, half: Any, worker: Any) -> dict[str, float]:

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Protocol
 
-from measuring import Row, alternate, report
+from measuring import Row, alternate, context_name, figure, report
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
@@ -140,11 +140,6 @@ class Case:
         return job
 
 
-def name(num_tokens: int) -> str:
-    """Return a context as people write it."""
-    return f"{num_tokens >> 10}k"
-
-
 def metadata_rows(cases: dict[int, Case]) -> Iterator[Row]:
     """Compare the pickled bytes of one step's plan."""
     sizes = {context: len(pickle.dumps(case.plan, 5)) for context, case in cases.items()}
@@ -153,7 +148,7 @@ def metadata_rows(cases: dict[int, Case]) -> Iterator[Row]:
         judged = context == LONGEST
         yield Row(
             "scheduler",
-            f"metadata of a {STEP}-token step at {name(context)}",
+            f"metadata of a {STEP}-token step at {context_name(context)}",
             "bytes",
             size,
             base,
@@ -193,7 +188,7 @@ def job_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
             bound = 1.1 * base + ALLOWANCE_US
             yield Row(
                 "scheduler",
-                f"{half} at {name(context)}",
+                f"{half} at {context_name(context)}",
                 "us",
                 value,
                 base,
@@ -215,9 +210,11 @@ def arrival_rows(cases: dict[int, Case], rounds: int) -> Iterator[Row]:
 
     for case in cases.values():
         case.lookups.immediate = False
-    medians = alternate({name(context): arrive(case) for context, case in cases.items()}, rounds)
+    medians = alternate(
+        {context_name(context): arrive(case) for context, case in cases.items()}, rounds
+    )
     for context, value in medians.items():
-        yield figure(f"on_new_request at {context}", "us", value * 1e6)
+        yield figure("scheduler", f"on_new_request at {context}", "us", value * 1e6)
 
 
 def lookup_rows(rounds: int) -> Iterator[Row]:
@@ -248,11 +245,11 @@ def lookup_rows(rounds: int) -> Iterator[Row]:
         assert hit == (query.end_token if present else 0)
         each = [median(burst) for burst in zip(*bursts, strict=True)]
         where = f"lookup at 128k, {what}"
-        yield figure(f"{where}: keys asked", "keys", keys)
-        yield figure(f"{where}: store calls", "calls", len(each) - 1)
-        yield figure(f"{where}: CPU time", "us", median(map(sum, bursts)) * 1e6)
-        yield figure(f"{where}: longest burst", "ms", max(each) * 1e3)
-        yield figure(f"{where}: longest ever", "ms", max(map(max, bursts)) * 1e3)
+        yield figure("scheduler", f"{where}: keys asked", "keys", keys)
+        yield figure("scheduler", f"{where}: store calls", "calls", len(each) - 1)
+        yield figure("scheduler", f"{where}: CPU time", "us", median(map(sum, bursts)) * 1e6)
+        yield figure("scheduler", f"{where}: longest burst", "ms", max(each) * 1e3)
+        yield figure("scheduler", f"{where}: longest ever", "ms", max(map(max, bursts)) * 1e3)
 
 
 def vllm_version() -> str:
@@ -261,11 +258,6 @@ def vllm_version() -> str:
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)
     return "of unknown version"
-
-
-def figure(case: str, unit: str, value: float) -> Row:
-    """Return a row that is compared with nothing."""
-    return Row("scheduler", case, unit, value, None, None, None, None)
 
 
 def main() -> None:
@@ -279,7 +271,7 @@ def main() -> None:
     print(f"request, hashes, block table and pool: {objects}")
     make: Callable[[int], Engine] = VllmEngine if is_real else StandIn
     cases = {context: Case(make(context), context) for context in CONTEXTS}
-    rows = [figure(f"engine's objects: {objects}", "", 1)]
+    rows = [figure("scheduler", f"engine's objects: {objects}", "", 1)]
     rows += [*job_rows(cases, options.rounds), *metadata_rows(cases)]
     rows += [*arrival_rows(cases, options.rounds), *lookup_rows(max(20, options.rounds // 10))]
     print(f"written: {report('scheduler', rows)}")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from bench_lookup_keys import NAMESPACE
-from measuring import Row, compared, quartiles, report, seconds, times_less
+from measuring import Row, compared, cpu_s, quartiles, report, seconds, times_less
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
@@ -124,13 +124,6 @@ def share_rows(payload_bytes: int, rounds: int) -> Iterator[Row]:
                 None if goal is None else share <= goal,
                 quartiles(shares),
             )
-
-
-def cpu_s(call: Callable[[], object]) -> float:
-    """Return the CPU seconds of this thread that a call took."""
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start
 
 
 class Turn(NamedTuple):

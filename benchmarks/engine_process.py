@@ -15,20 +15,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from connector_counts import counts_of
+
 BLOCK = 32
 _RESULT = "RESULT "
 _START_LIMIT_S = 180.0
 _ANSWER_LIMIT_S = 180.0
+_DRAIN_LIMIT_S = 20.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # One core for the model: what a connector does beside it has the other.
+    # One thread for the model: what a connector does beside it has another core.
     "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -38,19 +41,38 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A step of the engine: its seconds, and those of them that vLLM's scheduler took.
+
+    ``scheduler_s`` includes the arrival of requests since the step before. ``has_run`` says whether
+    the model ran, ``num_ended`` how many requests had ended before the step.
+    """
+
+    seconds: float
+    scheduler_s: float
+    has_run: bool
+    num_ended: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of some prompts: seconds to the first token and in all, and of each step.
+    """What came of some prompts: their tokens, the seconds to the first of each, and every step.
 
     ``num_cached`` are the tokens of each prompt that were not computed; ``num_loaded`` those of all
-    that came from kvtide's pool.
+    that came from kvtide's pool. ``num_saved`` are the chunks that the connector stored meanwhile.
     """
 
     tokens: list[list[int]]
     first_token_s: list[float]
-    seconds: float
-    steps_s: list[float]
+    steps: list[Step]
     num_cached: list[int]
     num_loaded: int
+    num_saved: int
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Return what another process told of itself."""
+        return cls(**{**fields, "steps": [Step(**step) for step in fields["steps"]]})
 
 
 class EngineProcess:
@@ -107,7 +129,7 @@ class EngineProcess:
             "is_connected": is_connected,
         }
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        return Answers(**self._read(_ANSWER_LIMIT_S))
+        return Answers.from_json(self._read(_ANSWER_LIMIT_S))
 
     def close(self) -> None:
         """End the process."""
@@ -157,7 +179,13 @@ class _Engine:
         self._core.post_step = self._post_step
         self._connector = self._core.scheduler.connector
         self._worker_connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        self._counts = counts_of(self._connector, self._worker_connector)
         self._next_id = 0
+        self._has_run = False
+        self._scheduler_s = 0.0
+        for part in ("add_request", "schedule", "update_from_output"):
+            call = getattr(self._core.scheduler, part)
+            setattr(self._core.scheduler, part, self._timed(call))
 
     def answer(
         self,
@@ -171,35 +199,45 @@ class _Engine:
         if forget:
             self._forget()
         self._connect(is_connected=is_connected)
-        before = self._num_loaded()
+        num_loaded, num_saved = self._counts.num_loaded(), self._counts.num_saved()
+        answered = self._answer_all(prompts, num_tokens, late)
+        self._connect(is_connected=True)
+        self._drain()
+        return Answers(
+            **answered,
+            num_loaded=self._counts.num_loaded() - num_loaded,
+            num_saved=self._counts.num_saved() - num_saved,
+        )
+
+    def _answer_all(
+        self, prompts: list[list[int]], num_tokens: int, late: list[list[int]]
+    ) -> dict[str, Any]:
+        """Return the fields of :class:`Answers` that do not concern a connector."""
         waiting, begun, ended = list(late), {}, {}
         first_s: dict[str, float] = {}
-        steps_s: list[float] = []
-        start_s = time.perf_counter()
+        steps: list[Step] = []
+        self._scheduler_s = 0.0
         ids = [self._add(prompt, num_tokens, begun) for prompt in prompts]
         while len(ended) < len(ids) or waiting:
-            if waiting and len(steps_s) % 8 == 4:
+            if waiting and len(steps) % 8 == 4:
                 ids.append(self._add(waiting.pop(0), 1, begun))
+            num_ended = len(ended)
             step_s = time.perf_counter()
             outputs = self._engine.step()
             now_s = time.perf_counter()
-            steps_s.append(now_s - step_s)
+            steps.append(Step(now_s - step_s, self._scheduler_s, self._has_run, num_ended))
+            self._scheduler_s = 0.0
             for output in outputs:
                 first_s.setdefault(output.request_id, now_s - begun[output.request_id])
                 if output.finished:
                     ended[output.request_id] = output
-        seconds = time.perf_counter() - start_s
-        self._connect(is_connected=True)
-        self._drain()
         done = [ended[request_id] for request_id in ids]
-        return Answers(
-            [list(output.outputs[0].token_ids) for output in done],
-            [first_s[request_id] for request_id in ids],
-            seconds,
-            steps_s,
-            [output.num_cached_tokens for output in done],
-            self._num_loaded() - before,
-        )
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in done],
+            "first_token_s": [first_s[request_id] for request_id in ids],
+            "steps": steps,
+            "num_cached": [output.num_cached_tokens for output in done],
+        }
 
     def _add(self, prompt: list[int], num_tokens: int, begun: dict[str, float]) -> str:
         from vllm import SamplingParams
@@ -235,12 +273,28 @@ class _Engine:
         Without it the loop would keep the interpreter from the threads that such a step waits for.
         """
         type(self._core).post_step(self._core, model_executed)
+        self._has_run = model_executed
         if not model_executed and self._core.scheduler.has_requests():
             time.sleep(0.001)
 
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call``, which adds the time that it takes to the scheduler's of this step."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start_s = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                self._scheduler_s += time.perf_counter() - start_s
+
+        return timed
+
     def _drain(self) -> None:
         """Let what is staged be stored, and its reports arrive: they travel with steps."""
-        for _ in range(3):
+        give_up_s = time.monotonic() + _DRAIN_LIMIT_S
+        num_turns = 0
+        while num_turns < 3 or (self._counts.is_saving() and time.monotonic() < give_up_s):
+            num_turns += 1
             time.sleep(0.1)
             self._add([3, 4, 5], 2, {})
             while self._engine.has_unfinished_requests():
@@ -252,10 +306,6 @@ class _Engine:
                 return
             self._drain()
         raise RuntimeError("blocks stay pinned")
-
-    def _num_loaded(self) -> int:
-        side = getattr(self._connector, "_scheduler_side", None)
-        return 0 if side is None else int(side._totals()["loaded_tokens"])  # noqa: SLF001
 
 
 def main() -> None:

@@ -16,8 +16,10 @@ OUTPUT = Path(__file__).resolve().parents[1] / "build" / "bench"
 class Row:
     """One result: ``peer`` is what it is compared with, ``goal`` bounds ``ratio`` or ``kvtide``.
 
-    ``spread``, where the rounds tell one, has the quartiles of the ratio. A row without a result
-    is of a bench that was left out; its case says why.
+    ``ratio`` is kvtide's figure by the peer's, in every row: of speeds 10 is ten times as fast, of
+    costs 1/50 fifty times less. ``spread``, where the rounds tell one, has the quartiles of the
+    ratio, or of kvtide's figure where there is no ratio. A row without a result is of a bench that
+    was left out; its case says why.
     """
 
     bench: str
@@ -36,6 +38,18 @@ def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Return the CPU seconds of this thread that a call took."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def context_name(num_tokens: int) -> str:
+    """Return a length of contexts as people write it, such as 128k."""
+    return f"{num_tokens >> 10}k"
 
 
 def take_turns(
@@ -101,12 +115,49 @@ def times_less(
 ) -> Row:
     """Return the row of two contenders, of whom less is better, measured in the same rounds.
 
-    The ratio is again kvtide's figure by the peer's; ``at_least`` 50 bounds it to 1/50.
+    A goal of ``at_least`` 50 times less bounds the ratio to 1/50.
     """
     row = compared(bench, case, unit, kvtide, peer)
     if at_least is None or row.ratio is None:
         return row
     return replace(row, goal=f"<= 1/{at_least:g}", met=row.ratio <= 1 / at_least)
+
+
+def figure(bench: str, case: str, unit: str, kvtide: float, peer: float | None = None) -> Row:
+    """Return the row of a figure without a goal."""
+    return Row(bench, case, unit, kvtide, peer, kvtide / peer if peer else None, None, None)
+
+
+def at_most(
+    bench: str,
+    case: str,
+    unit: str,
+    kvtide: float,
+    bound: float,
+    *,
+    peer: float | None = None,
+    goal: str | None = None,
+) -> Row:
+    """Return the row of a figure of kvtide's that is bounded; ``goal`` words it otherwise."""
+    row = figure(bench, case, unit, kvtide, peer)
+    return replace(row, goal=goal or f"<= {bound:,g}", met=kvtide <= bound)
+
+
+def written(value: float | None) -> str:
+    """Return a number with three significant digits, of large ones all in front of the point."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def written_ratio(ratio: float | None, spread: Sequence[float] | None = None) -> tuple[str, str]:
+    """Return a ratio and its spread: 1/50 where it is less than 1/2."""
+    if ratio is None:
+        return "", "" if spread is None else " to ".join(map(written, spread))
+    if 0 < ratio < 0.5 and all(value > 0 for value in spread or ()):
+        ends = [f"1/{written(1 / value)}" for value in reversed(spread or ())]
+        return f"1/{written(1 / ratio)}", " to ".join(ends)
+    return written(ratio), " to ".join(map(written, spread or ()))
 
 
 def left_out(bench: str, reason: str) -> Row:
@@ -117,24 +168,19 @@ def left_out(bench: str, reason: str) -> Row:
 def report(name: str, rows: Sequence[Row]) -> Path:
     """Print the rows as a table and write them to ``build/bench/<name>.json``."""
     width = max(36, *(len(row.case) for row in rows))
-    header = f"{'case':{width}} {'unit':8} {'kvtide':>9} {'peer':>9} {'ratio':>7} {'':15}  goal"
+    header = f"{'case':{width}} {'unit':8} {'kvtide':>9} {'peer':>9} {'ratio':>7} {'':18}  goal"
     print(header, "-" * len(header), sep="\n")
     for row in rows:
-        kvtide, peer = _number(row.kvtide), _number(row.peer)
-        ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-        spread = "" if row.spread is None else f"({row.spread[0]:.2g}..{row.spread[1]:.2g})"
+        ratio, spread = written_ratio(row.ratio, row.spread)
         goal = "" if row.goal is None else f"{row.goal} {'met' if row.met else 'NOT MET'}"
         print(
-            f"{row.case:{width}} {row.unit:8} {kvtide:>9} {peer:>9} {ratio:>7} {spread:15}  {goal}"
+            f"{row.case:{width}} {row.unit:8} {written(row.kvtide):>9} {written(row.peer):>9} "
+            f"{ratio:>7} {spread and f'({spread})':18}  {goal}"
         )
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / f"{name}.json"
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def merge() -> Path:

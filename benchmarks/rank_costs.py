@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from measuring import Row, compared
+from measuring import Row, compared, figure
 from rank_parts import (
     BLOCK,
     COORDINATOR,
@@ -79,17 +79,6 @@ def cost_rows(case: str, unit: str, scale: float, costs: Costs) -> Iterator[Row]
         yield compared(BENCH, f"{case}{what}", unit, ours, theirs)
 
 
-def plain(case: str, unit: str, kvtide: float, peer: float) -> Row:
-    """Return the row of two figures that no rounds stand behind."""
-    ratio = kvtide / peer if kvtide and peer else None
-    return Row(BENCH, case, unit, kvtide, peer, ratio, None, None)
-
-
-def figure(case: str, unit: str, value: float) -> Row:
-    """Return the row of a figure that is compared with nothing."""
-    return Row(BENCH, case, unit, value, None, None, None, None)
-
-
 class Lookups:
     """Lookups of prompts on one store; ``contexts`` are their lengths in tokens, ascending."""
 
@@ -115,13 +104,13 @@ class Lookups:
                 case = f"{name}, TP {tp_size}, hit of {num_tokens:,} tokens"
                 hits = self._sides(tp_size, num_tokens, is_there=True)
                 asked = [hit() for hit in hits.values()]
-                yield plain(f"{case}: keys", "keys", *map(sum, asked))
-                yield plain(f"{case}: calls", "calls", *map(len, asked))
+                yield figure(BENCH, f"{case}: keys", "keys", *map(sum, asked))
+                yield figure(BENCH, f"{case}: calls", "calls", *map(len, asked))
                 costs = take_turns(hits, num_rounds)
                 yield from cost_rows(case, "ms", 1e3, costs)
             case = f"{name}, TP {tp_size}, cold miss"
             misses = self._sides(tp_size, self._contexts[-1], is_there=False)
-            yield plain(f"{case}: keys", "keys", *(sum(miss()) for miss in misses.values()))
+            yield figure(BENCH, f"{case}: keys", "keys", *(sum(miss()) for miss in misses.values()))
             yield from cost_rows(case, "ms", 1e3, take_turns(misses, 4 * num_rounds))
         self.longest_s = median_s(costs["parts"]), median_s(costs["markers"])
 

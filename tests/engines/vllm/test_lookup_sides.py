@@ -35,24 +35,27 @@ def test_both_sides_find_the_same_hit_and_the_peer_asks_for_everything() -> None
                 assert keys.peer == model.tp_size * chunks
             assert keys.kvtide < keys.peer
             assert calls.peer == 1
-            assert cpu.peer > 0
+            assert cpu.ratio == cpu.kvtide / cpu.peer
 
 
 def test_the_scheduling_thread_is_timed_on_vllms_own_request_and_socket() -> None:
     """Every answer is what the store and the engine's cache allow, and the server ends."""
     import bench_lookup_cost as bench
-    from lookup_sides import CountingStore, EngineCache, InTreeScheduler, InTreeSide, KVTideSide
+    from lookup_sides import EngineCache, InTreeScheduler, InTreeSide, KVTideSide
 
     model = bench.models()[0]
-    store = CountingStore()
+    store = bench.GatedStore()
     cache = EngineCache(model.coordinator, 4097, num_blocks=1024)
     request = cache.request("r", 4097, held_token=1024)
     store.present = frozenset(value.hex() for value in request.block_hashes[:128])
     ours = KVTideSide(model, store, threaded=True)
     theirs = InTreeScheduler(model, InTreeSide(model, store))
     try:
-        [watch] = bench.our_turn(ours, [cache.view(request)], 1024)
-        assert watch.cpu_s > 0
+        views = [cache.view(request)]
+        assert len(bench.waiting_turn(ours, store, views, 1024)) == 1  # which checks the wait
+        assert store.num_keys == 64 + 128 + 2
+        store.clear()
+        assert len(bench.our_turn(ours, views, 1024)) == 1
         assert store.num_keys == 64 + 128 + 2  # two batches, and the sentinels
         assert theirs.match(request, 1024) == 1024
         assert store.num_keys == 64 + 128 + 2 + 256
