@@ -271,7 +271,7 @@ class Rank:
         """One engine step: take over, fence, do the work (without threads), report."""
         self.worker.take_over(
             StepPlan(
-                stores=tuple(job for job in jobs if isinstance(job, (StoreJob, BoundaryJob))),
+                stores=tuple(job for job in jobs if not isinstance(job, LoadJob)),
                 loads=tuple(job for job in jobs if isinstance(job, LoadJob)),
             )
         )

@@ -15,11 +15,12 @@ from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
 from kvtide.core.probes import FIRST_PROBE_KEYS
 from kvtide.core.search import Boundaries
-from kvtide.core.topology import Part
+from kvtide.core.topology import WHOLE, Part
 from kvtide.testing.requests import fake_hashes
 from tests.core.models import Contents, contents, longest_hit
 
 BLOCK = 16
+MANY_HASHES = fake_hashes(1000)
 
 
 class Presence:
@@ -293,3 +294,36 @@ def test_one_token_always_remains_to_compute(num_tokens: int, expected: int) -> 
     coordinator = Coordinator((FullAttention(BLOCK),), BLOCK)
     found = coordinator.find_longest_cache_hit(num_tokens, hashes, [databases()], presence)
     assert found == expected
+
+
+@given(st.data())
+def test_a_hit_of_many_parts_is_where_the_last_part_has_all_that_it_needs(
+    data: st.DataObject,
+) -> None:
+    """Whatever the first and the last of a group's parts lack, and whatever asks stop early."""
+    needs = data.draw(st.sampled_from([SlidingWindow(4, 40), SlidingWindow(4, 1200), Mamba(4)]))
+    num_parts = data.draw(st.sampled_from([2, 9, 40]))
+    coordinator = Coordinator((FullAttention(4), needs), 4)
+    lacking = data.draw(
+        st.sets(st.tuples(st.sampled_from([0, num_parts - 1]), st.integers(0, 998)), max_size=12)
+    )
+    indexes = {value.hex(): index for index, value in enumerate(MANY_HASHES)}
+
+    def exists(keys: Sequence[str]) -> list[bool]:
+        return [
+            not (
+                "@group:1@" in key
+                and any(f"@shard:{part}@" in key for part, _ in lacking)
+                and (int(key.partition("@shard:")[2].partition("@")[0]), indexes[key[-64:]])
+                in lacking
+            )
+            for key in keys
+        ]
+
+    parts = [(WHOLE,), tuple(Part(shard_id=part) for part in range(num_parts))]
+    end = coordinator.last_boundary(3999)
+    query = LookupQuery(0, end, HashWindow(MANY_HASHES))
+    hit = drive(lookup(query, coordinator.boundaries, coordinator.databases("ns", parts)), exists)
+    gone = {chunk for _, chunk in lacking}
+    whole = [n for n in range(0, end + 1, 4) if not gone.intersection(needs.required(n))]
+    assert hit.hit_token == max(whole)

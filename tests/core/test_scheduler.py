@@ -249,6 +249,16 @@ def test_a_shared_job_that_fails_is_everybodys_and_each_tries_again_alone() -> N
     assert not bench.step(*steps).stores
 
 
+def test_after_a_shared_failure_each_is_looked_at_in_its_next_step() -> None:
+    """And nothing of it counts as a boundary that was lost."""
+    bench = Bench(decode=True)
+    [job] = bench.step(*decoding(bench, "a", "b")).stores
+    assert not any(bench.scheduler.is_due(request_id, 33) for request_id in "ab")
+    bench.end([job], JobEnd.FAILED)
+    assert all(bench.scheduler.is_due(request_id, 33) for request_id in "ab")
+    assert not bench.scheduler.counters["lost_boundaries"]
+
+
 def test_requests_whose_retry_succeeded_share_jobs_again() -> None:
     """Only the next job after a failure is alone."""
     bench = Bench(decode=True)

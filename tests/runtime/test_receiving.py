@@ -495,3 +495,20 @@ def test_few_values_are_verified_between_two_chances_for_the_engine_to_run(
     assert (rank.finished, rank.failed) == (["a"], [])
     assert sum(bursts) == num_chunks
     assert max(bursts) <= KEYS_PER_BURST
+
+
+def test_of_two_keys_known_to_be_bad_the_first_ends_the_load() -> None:
+    """Nothing at or behind it is fetched."""
+    rank, _ = saved_rank()
+    rank.worker.bad_keys.add([rank.key("a", 5), rank.key("a", 2)])
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.report.failed_loads == {"a": 8}
+    assert rank.scripted.keys_of("get") == [rank.key("a", chunk) for chunk in (0, 1)]
+
+
+def test_of_values_that_cannot_be_had_only_the_first_is_removed() -> None:
+    """A store that fails for a moment must not lose all that was asked of it."""
+    rank, _ = saved_rank()
+    rank.scripted.hooks["get"] = lambda keys: [Status.FAILED] * len(keys)
+    rank.step(rank.load_job("a", 0, 32, TARGETS))
+    assert rank.scripted.keys_of("remove") == [rank.key("a", 0)]

@@ -102,3 +102,16 @@ def test_a_repeated_fault_is_logged_once_an_interval(caplog: pytest.LogCaptureFi
         "b",
         "a (and 2 more since the last message)",
     ]
+
+
+def test_an_item_whose_signal_was_lost_is_served_with_the_next() -> None:
+    """A process that is told to end may raise between the two; nothing may lag behind for ever."""
+    service = Echo()
+    signals = service._signals
+    service._signals = queue.SimpleQueue()
+    assert service.submit(1)
+    service._signals = signals
+    assert service.submit(2)
+    assert [service.seen.get(timeout=WAIT_S) for _ in range(2)] == [1, 2]
+    service.close()
+    assert service.join(WAIT_S)

@@ -90,11 +90,9 @@ class Service(ABC, Generic[_Item, _Work]):
     def _run(self) -> None:
         while not (self._is_closed and not self._queue):
             self._signals.get()
-            # More or less than one piece of work may be there: a piece may be several items.
-            work = self._take()
-            if work is not None:
-                self._guarded(work)
-            del work  # an idle thread must not keep the last job's memory alive
+            # All that is there: a piece of work may be several items, and the signal of one may
+            # have been lost to an exception on its way (a process that is asked to end).
+            self.run_pending()
 
     def _guarded(self, work: _Work) -> None:
         try:
