@@ -5,13 +5,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
-from kvtide.core.keys import BlockHashes, HashWindow, KeyMetadata
+from kvtide.core.keys import HashWindow, KeyMetadata
 from kvtide.core.lookup import LookupHit, LookupQuery, drive, lookup
 from kvtide.core.probes import FIRST_PROBE_KEYS
 from kvtide.core.search import Boundaries
@@ -296,32 +296,34 @@ def test_one_token_always_remains_to_compute(num_tokens: int, expected: int) -> 
     assert found == expected
 
 
+SHARES = st.sampled_from([0.0, 0.01, 0.1, 0.5, 0.97])
+
+
 @given(
     st.sampled_from([SlidingWindow(4, 40), SlidingWindow(4, 1200), Mamba(4)]),
     st.sampled_from([2, 9, 40]),
-    st.sets(st.integers(0, 998), max_size=12),
-    st.sets(st.integers(0, 998), max_size=12),
+    st.tuples(SHARES, SHARES),
+    st.integers(0, 1 << 32),
 )
-@example(SlidingWindow(4, 1200), 9, set(), {760, 990})
 def test_a_hit_of_many_parts_ends_where_the_last_has_all_that_it_needs(
-    needs: Group, num_parts: int, first_lacks: set[int], last_lacks: set[int]
+    needs: Group, num_parts: int, lacking_shares: tuple[float, float], seed: int
 ) -> None:
     """Whatever the first and the last of a group's parts lack, and wherever asking stops early."""
     coordinator = Coordinator((FullAttention(4), needs), 4)
     parts = [(WHOLE,), tuple(Part(shard_id=part) for part in range(num_parts))]
     databases_of = coordinator.databases("ns", parts)
-    absent = {
-        databases_of[1][part].keys(BlockHashes.pack(MANY_HASHES), range(chunk, chunk + 1))[0]
-        for part, lacks in ((0, first_lacks), (num_parts - 1, last_lacks))
-        for chunk in lacks
-    }
+    window, random = HashWindow(MANY_HASHES), Random(seed)
+    gone: set[int] = set()
+    absent: set[str] = set()
+    for part, share in zip((0, num_parts - 1), lacking_shares, strict=True):
+        lacking = [chunk for chunk in range(999) if random.random() < share]
+        gone.update(lacking)
+        absent.update(databases_of[1][part].keys_at(window, lacking))
     end = coordinator.last_boundary(3999)
-    query = LookupQuery(0, end, HashWindow(MANY_HASHES))
     hit = drive(
-        lookup(query, coordinator.boundaries, databases_of),
+        lookup(LookupQuery(0, end, window), coordinator.boundaries, databases_of),
         lambda keys: [key not in absent for key in keys],
     )
-    gone = first_lacks | last_lacks
     assert hit.hit_token == max(
         token for token in range(0, end + 1, 4) if gone.isdisjoint(needs.required(token))
     )
