@@ -182,7 +182,7 @@ def burst_rows(rounds: int) -> Iterator[Row]:
                 side.submit(view)
             store.bursts_s = []
             store.begin()
-            with patch.object(lookups, "_let_others_run", store.end):
+            with patch.object(lookups, "let_others_run", store.end):
                 side.run()
             rounds_s.append(store.bursts_s)
             for view in views:
