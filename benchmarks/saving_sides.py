@@ -19,7 +19,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -356,37 +356,47 @@ class CountedClient:
         return codes
 
 
+def native_client(master: str, caches: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return Mooncake's client as vLLM's connector opens it, and how it is to put.
+
+    ``caches`` lie in one piece of memory, which it may read.
+    """
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
+
+    native = MooncakeDistributedStore()
+    config = MooncakeStoreConfig(
+        metadata_server="P2PHANDSHAKE",
+        master_server_address=master,
+        protocol="tcp",
+        device_name="",
+        mode="standalone-store",
+        global_segment_size=0,
+        local_buffer_size=16 << 20,
+    )
+    setup_mooncake_store(native, config, master.rpartition(":")[0])
+    storage = next(iter(caches.values())).untyped_storage()
+    assert native.register_buffer(storage.data_ptr(), storage.nbytes()) == 0
+    return native, ReplicateConfig()
+
+
 class InTreeSide:
     """The sending thread of vLLM's MooncakeStoreConnector on the pool at ``master``."""
 
     def __init__(self, master: str) -> None:
-        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, worker
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
             MooncakeStoreCoordinator,
         )
-        from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
 
         self._data = data
-        self._native = MooncakeDistributedStore()
-        config = MooncakeStoreConfig(
-            metadata_server="P2PHANDSHAKE",
-            master_server_address=master,
-            protocol="tcp",
-            device_name="",
-            mode="standalone-store",
-            global_segment_size=0,
-            local_buffer_size=16 << 20,
-        )
-        setup_mooncake_store(self._native, config, master.rpartition(":")[0])
+        self._caches = kv_caches()
+        self._native, how = native_client(master, self._caches)
         client = CountedClient(self._native)
         self.stored = client.stored
-        self._caches = kv_caches()
         metadata = data.KeyMetadata("model", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0)
         database = data.ChunkedTokenDatabase(metadata, BLOCK)
         database.store_layout.register_kv_caches(list(self._caches.values()), NUM_BLOCKS)
-        storage = self._caches["layer.0"].untyped_storage()
-        assert self._native.register_buffer(storage.data_ptr(), storage.nbytes()) == 0
         ready = threading.Event()
         self._thread = worker.KVCacheStoreSendingThread(
             client,
@@ -397,7 +407,7 @@ class InTreeSide:
             [1],
             "kv_both",
             ready,
-            replicate_config=ReplicateConfig(),
+            replicate_config=how,
         )
         self.num_back_offs = 0
         should_skip = self._thread._should_skip_request  # noqa: SLF001 - nothing else tells it

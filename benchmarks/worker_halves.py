@@ -2,7 +2,7 @@
 
 :class:`KVTideWorker` is kvtide's :class:`~kvtide.runtime.worker.PoolWorker` with its threads,
 :class:`InTreeWorker` the ``KVCacheStoreSendingThread`` of vLLM's ``MooncakeStoreConnector`` with
-its coordinator, key database and layout. Each has a store that answers at once.
+its coordinator, key database and layout. Each has a store that answers at once, or a given one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvtide.runtime.memory import Fence
 from kvtide.runtime.prefixes import PrefixDatabases
 from kvtide.runtime.values import BARE, TAGGED
 from kvtide.runtime.worker import PoolWorker
+from kvtide.stores import Store
 from kvtide.stores.memory_buffer import ByteArray
 
 _WAIT_S = 20.0
@@ -119,14 +120,19 @@ class KVTideWorker:
     """
 
     def __init__(
-        self, caches: dict[str, torch.Tensor], *, with_copy: bool = True, is_held: bool = False
+        self,
+        caches: dict[str, torch.Tensor],
+        *,
+        store: Store | None = None,
+        with_copy: bool = True,
+        is_held: bool = False,
     ) -> None:
         config = kv_cache_config(len(next(iter(caches.values()))))
         blocks = TensorBlocks(caches, config, [0])
         self._store = CountingStore()
         self._worker = PoolWorker(
             blocks if with_copy else NoCopy(blocks),
-            self._store,
+            self._store if store is None else store,
             PrefixDatabases([BLOCK], BLOCK),
             limits=WorkerLimits(staging_bytes=_STAGING_BYTES, load_staging_bytes=1 << 20),
             values=TAGGED if with_copy else BARE,
@@ -199,10 +205,17 @@ class CountingClient:
 class InTreeWorker:
     """vLLM's own; its records of operations, which are for metrics, are left out.
 
-    With ``is_held`` its thread never runs.
+    With ``is_held`` its thread never runs. ``client`` and ``how`` are Mooncake's, or stand for it.
     """
 
-    def __init__(self, caches: dict[str, torch.Tensor], *, is_held: bool = False) -> None:
+    def __init__(
+        self,
+        caches: dict[str, torch.Tensor],
+        *,
+        client: Any = None,
+        how: object = None,
+        is_held: bool = False,
+    ) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, worker
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
             MooncakeStoreCoordinator,
@@ -215,7 +228,7 @@ class InTreeWorker:
         self._client = CountingClient()
         ready = threading.Event()
         self._thread = worker.KVCacheStoreSendingThread(
-            self._client,
+            self._client if client is None else client,
             MooncakeStoreCoordinator(kv_cache_config(num_blocks).kv_cache_groups, BLOCK, BLOCK),
             [database],
             BLOCK,
@@ -223,7 +236,7 @@ class InTreeWorker:
             [1],
             "kv_both",
             ready,
-            replicate_config=object(),
+            replicate_config=how if how is not None else object(),
         )
         if not is_held:
             self._thread.start()

@@ -1,0 +1,154 @@
+"""What a saved key costs the engine's process on a real Mooncake pool, beside vLLM's connector.
+
+    python benchmarks/bench_save_mooncake.py [--rounds 9]
+
+The workers of ``bench_save_path.py``, but with Mooncake's client over TCP behind each: so the copy
+of a value's 32 segments is in both figures, kvtide's to staging and the client's to its sockets.
+CPU time is that of the whole process, the client's own threads included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+from bench_save_path import Workload
+from measuring import Row, left_out, report, times_less
+
+from kvtide.core.batch import Batch
+from kvtide.errors import StoreOpenError
+from kvtide.stores import Status, Store, open_store
+from kvtide.stores.mooncake_package import mooncake_module
+from kvtide.stores.wrappers import WrapperStore
+from kvtide.testing.mooncake import MooncakePool
+
+BENCH = "save_mooncake"
+CONTEXT = 8 << 10
+NUM_REQUESTS = 64
+POOL_BYTES = 2 << 30
+_IDLE_LIMIT_S = 60.0
+
+
+class RenamingStore(WrapperStore):
+    """A store in which every round has names of its own, and what it has stored."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.round_id = 0
+        self.num_stored = 0
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Ask for this round's."""
+        return super().exists([f"{self.round_id}/{key}" for key in keys])
+
+    def put(self, batch: Batch) -> list[Status]:
+        """Put under this round's names."""
+        keys = [f"{self.round_id}/{key}" for key in batch.keys]
+        statuses = super().put(Batch(keys, batch.addresses, batch.sizes, batch.order))
+        self.num_stored += statuses.count(Status.OK)
+        return statuses
+
+
+class RenamingClient:
+    """The same around Mooncake's client."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.round_id = 0
+        self.num_stored = 0
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Ask for this round's."""
+        return list(self._native.batch_is_exist([f"{self.round_id}/{key}" for key in keys]))
+
+    def batch_put_from_multi_buffers(
+        self, keys: Sequence[str], addresses: Any, sizes: Any, how: Any
+    ) -> list[int]:
+        """Put under this round's names."""
+        named = [f"{self.round_id}/{key}" for key in keys]
+        codes = list(self._native.batch_put_from_multi_buffers(named, addresses, sizes, how))
+        self.num_stored += codes.count(0)
+        return codes
+
+
+def rows_of(num_rounds: int) -> Iterator[Row]:
+    """Let both workers save the same requests in turns."""
+    from saving_sides import native_client
+    from vllm_engine import STEP_TOKENS, HeldEngine, kv_caches
+    from worker_halves import InTreeWorker, KVTideWorker
+
+    num_blocks = NUM_REQUESTS * 64 + (5 << 10)
+    workloads = {
+        f"prefill at {CONTEXT >> 10}k": Workload.prefill(
+            HeldEngine(CONTEXT, num_blocks), STEP_TOKENS
+        ),
+        f"{NUM_REQUESTS} requests that decode": Workload.decode(
+            HeldEngine(512, num_blocks, NUM_REQUESTS), 1
+        ),
+    }
+    caches = kv_caches(num_blocks)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(MooncakePool(segment_bytes=POOL_BYTES)) for _ in range(2)]
+        store = RenamingStore(open_store(pools[0].url))
+        native, how = native_client(f"{pools[1].host}:{pools[1].port}", caches)
+        client = RenamingClient(native)
+        names = {"kvtide": store, "peer": client}
+        workers = {
+            "kvtide": KVTideWorker(caches, store=store),
+            "peer": InTreeWorker(caches, client=client, how=how),
+        }
+        us: dict[tuple[str, str], list[float]] = {}
+        for round_id in range(num_rounds):
+            for what, workload in workloads.items():
+                for side, worker in workers.items():
+                    names[side].round_id = round_id
+                    num_stored = names[side].num_stored
+                    spent = process_cpu_s(worker, workload, side)
+                    if names[side].num_stored - num_stored != workload.num_keys:
+                        raise RuntimeError(f"{side} did not save everything")
+                    us.setdefault((what, side), []).append(1e6 * spent / workload.num_keys)
+        workers["kvtide"].close()
+        native.close()
+    for what in workloads:
+        case = f"the engine's process, a key of {what}"
+        yield times_less(BENCH, case, "us", us[what, "kvtide"], us[what, "peer"])
+
+
+def process_cpu_s(worker: Any, workload: Workload, side: str) -> float:
+    """Let a worker save all steps, one after the other; return the process's CPU seconds."""
+    worker.begin(workload.request_ids, workload.first_token)
+    steps = [pickle.loads(blob) for blob in workload.pickled[side]]  # noqa: S301 - made here
+    start_s = time.process_time()
+    for metadata in steps:
+        worker.take(metadata)
+        give_up_s = time.monotonic() + _IDLE_LIMIT_S
+        while not worker.is_idle():
+            if time.monotonic() > give_up_s:
+                raise RuntimeError(f"{side}: jobs never end")
+            time.sleep(0.001)
+        worker.report()
+    return time.process_time() - start_s
+
+
+def main() -> None:
+    """Measure, or say why not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    rows = [left_out(BENCH, "vLLM is not installed")]
+    if find_spec("vllm") is not None:
+        try:
+            mooncake_module()
+            rows = list(rows_of(options.rounds))
+        except StoreOpenError as error:
+            rows = [left_out(BENCH, str(error))]
+    report(BENCH, rows)
+
+
+if __name__ == "__main__":
+    main()
