@@ -174,8 +174,7 @@ class PoolWorker:
 
     def take_report(self) -> JobReport | None:
         """Return what happened since the last call, ``None`` if nothing did."""
-        if counted := counters_of(self._store):
-            self._ledger.count(counted)
+        self._ledger.count(counters_of(self._store))
         return self._ledger.take_report()
 
     # ------------------------------------------------------------------------------ shutdown

@@ -17,12 +17,24 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The benchmark, which leaves this process's garbage collector alone."""
+    """The benchmark, which leaves this process's garbage collector alone, and no thread behind."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(gc, "freeze", lambda: None)
     import bench_save_path
+    import scheduler_halves
 
+    made: list[Any] = []
+    make_halves = scheduler_halves.make_halves
+
+    def noted(engine: Any) -> Any:
+        halves = make_halves(engine)
+        made.append(halves["kvtide"])
+        return halves
+
+    monkeypatch.setattr(scheduler_halves, "make_halves", noted)
     yield bench_save_path
+    for half in made:
+        half.side.close()
     sys.modules.pop("bench_save_path")
 
 
