@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine_process import BLOCK, Answers, EngineProcess, Step, beside_the_model
+from engine_process import BLOCK, Answers, EngineProcess, Step
 from measuring import Row, compared, figure, left_out, quartiles, report
 
 from kvtide.errors import StoreOpenError
@@ -342,9 +342,8 @@ def opened_sides(
     size_mib = 256 + 2 * num_bytes // (1 << 20)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        with beside_the_model():
-            ours = stack.enter_context(MooncakePool(segment_bytes=size_mib << 20))
-            theirs = stack.enter_context(MooncakePool(segment_bytes=size_mib << 20))
+        ours = stack.enter_context(MooncakePool(segment_bytes=size_mib << 20))
+        theirs = stack.enter_context(MooncakePool(segment_bytes=size_mib << 20))
         os.environ["MOONCAKE_CONFIG_PATH"] = str(in_tree_config(theirs, folder))
         transfers = {
             LOCAL: kvtide(f"local://{folder}/pool?size={size_mib}MiB"),

@@ -29,26 +29,28 @@ from kvtide.testing.mooncake import MooncakePool
 
 BENCH = "save_mooncake"
 CONTEXT = 8 << 10
+STEP_TOKENS = 512
+"""A call of more than 63 values of 32 segments fails, and the peer puts a step's in one."""
 NUM_REQUESTS = 64
 POOL_BYTES = 2 << 30
 _IDLE_LIMIT_S = 60.0
 
 
 class RenamingStore(WrapperStore):
-    """A store in which every round has names of its own, and what it has stored."""
+    """A store in which every round has names of its own (``names``), and what it has stored."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.round_id = 0
+        self.names = ""
         self.num_stored = 0
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Ask for this round's."""
-        return super().exists([f"{self.round_id}/{key}" for key in keys])
+        return super().exists([f"{self.names}/{key}" for key in keys])
 
     def put(self, batch: Batch) -> list[Status]:
         """Put under this round's names."""
-        keys = [f"{self.round_id}/{key}" for key in batch.keys]
+        keys = [f"{self.names}/{key}" for key in batch.keys]
         statuses = super().put(Batch(keys, batch.addresses, batch.sizes, batch.order))
         self.num_stored += statuses.count(Status.OK)
         return statuses
@@ -59,18 +61,18 @@ class RenamingClient:
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        self.round_id = 0
+        self.names = ""
         self.num_stored = 0
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """Ask for this round's."""
-        return list(self._native.batch_is_exist([f"{self.round_id}/{key}" for key in keys]))
+        return list(self._native.batch_is_exist([f"{self.names}/{key}" for key in keys]))
 
     def batch_put_from_multi_buffers(
         self, keys: Sequence[str], addresses: Any, sizes: Any, how: Any
     ) -> list[int]:
         """Put under this round's names."""
-        named = [f"{self.round_id}/{key}" for key in keys]
+        named = [f"{self.names}/{key}" for key in keys]
         codes = list(self._native.batch_put_from_multi_buffers(named, addresses, sizes, how))
         self.num_stored += codes.count(0)
         return codes
@@ -79,14 +81,14 @@ class RenamingClient:
 def rows_of(num_rounds: int) -> Iterator[Row]:
     """Let both workers save the same requests in turns."""
     from saving_sides import native_client
-    from vllm_engine import STEP_TOKENS, HeldEngine, kv_caches
+    from vllm_engine import HeldEngine, kv_caches
     from worker_halves import InTreeWorker, KVTideWorker
 
     num_blocks = NUM_REQUESTS * 64 + (5 << 10)
+    engine = HeldEngine(CONTEXT, num_blocks)
     workloads = {
-        f"prefill at {CONTEXT >> 10}k": Workload.prefill(
-            HeldEngine(CONTEXT, num_blocks), STEP_TOKENS
-        ),
+        f"prefill at {CONTEXT >> 10}k": Workload.prefill(engine, STEP_TOKENS),
+        "one request that decodes": Workload.decode(engine, 16),
         f"{NUM_REQUESTS} requests that decode": Workload.decode(
             HeldEngine(512, num_blocks, NUM_REQUESTS), 1
         ),
@@ -97,7 +99,7 @@ def rows_of(num_rounds: int) -> Iterator[Row]:
         store = RenamingStore(open_store(pools[0].url))
         native, how = native_client(f"{pools[1].host}:{pools[1].port}", caches)
         client = RenamingClient(native)
-        names = {"kvtide": store, "peer": client}
+        stores = {"kvtide": store, "peer": client}
         workers = {
             "kvtide": KVTideWorker(caches, store=store),
             "peer": InTreeWorker(caches, client=client, how=how),
@@ -106,17 +108,17 @@ def rows_of(num_rounds: int) -> Iterator[Row]:
         for round_id in range(num_rounds):
             for what, workload in workloads.items():
                 for side, worker in workers.items():
-                    names[side].round_id = round_id
-                    num_stored = names[side].num_stored
+                    stores[side].names = f"{round_id}, {what}"
+                    num_stored = stores[side].num_stored
                     spent = process_cpu_s(worker, workload, side)
-                    if names[side].num_stored - num_stored != workload.num_keys:
+                    if stores[side].num_stored - num_stored != workload.num_keys:
                         raise RuntimeError(f"{side} did not save everything")
                     us.setdefault((what, side), []).append(1e6 * spent / workload.num_keys)
         workers["kvtide"].close()
         native.close()
-    for what in workloads:
-        case = f"the engine's process, a key of {what}"
-        yield times_less(BENCH, case, "us", us[what, "kvtide"], us[what, "peer"])
+    for what, at_least in zip(workloads, (3, 5, 5), strict=True):
+        case = f"c. worker on Mooncake, a key of {what}"
+        yield times_less(BENCH, case, "us", us[what, "kvtide"], us[what, "peer"], at_least)
 
 
 def process_cpu_s(worker: Any, workload: Workload, side: str) -> float:

@@ -15,8 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +24,6 @@ from typing import Any, Self
 from connector_counts import counts_of
 
 BLOCK = 32
-MODEL_CORE, *OTHER_CORES = sorted(os.sched_getaffinity(0))
-"""The thread that runs the model has a core of its own, as it has in production; all else shares
-the others. With a single core everything shares it."""
 _RESULT = "RESULT "
 _START_LIMIT_S = 180.0
 _ANSWER_LIMIT_S = 180.0
@@ -35,7 +31,8 @@ _DRAIN_LIMIT_S = 20.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": str(MODEL_CORE),
+    # One thread for the model: what a connector does beside it has another core.
+    "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -154,26 +151,6 @@ class EngineProcess:
         raise RuntimeError(f"no answer within {limit_s:.0f} s: {self._log.read()[-3000:]}")
 
 
-def part_cores() -> None:
-    """Give the calling thread the model's core, and all other threads of the process the others."""
-    if not OTHER_CORES:
-        return
-    for task in Path("/proc/self/task").iterdir():
-        is_own = int(task.name) == threading.get_native_id()
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(task.name), {MODEL_CORE} if is_own else OTHER_CORES)
-
-
-@contextmanager
-def beside_the_model() -> Iterator[None]:
-    """Start processes that leave the model's core alone."""
-    os.sched_setaffinity(0, OTHER_CORES or {MODEL_CORE})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, {MODEL_CORE, *OTHER_CORES})
-
-
 class _Engine:
     """The engine, in its process."""
 
@@ -222,7 +199,6 @@ class _Engine:
         if forget:
             self._forget()
         self._connect(is_connected=is_connected)
-        part_cores()
         num_loaded, num_saved = self._counts.num_loaded(), self._counts.num_saved()
         answered = self._answer_all(prompts, num_tokens, late)
         self._connect(is_connected=True)
