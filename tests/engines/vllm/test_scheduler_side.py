@@ -233,22 +233,29 @@ def test_an_id_that_begins_a_new_life_is_held_back_anew(
 # ------------------------------------------------------------------------------ waiting
 
 
-def test_an_empty_step_only_waits_while_a_request_wants_something_of_the_pool(
-    half: SchedulerSide,
+@pytest.mark.parametrize("loop_rests", [False, True])
+def test_an_empty_step_must_rest_while_a_request_waits_for_the_pool(
+    loop_rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that computes something, or that nobody waits in, does not."""
+    """Not one that computes, that nobody waits in, or of an engine in a process of its own."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    empty, busy = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
-    busy.total_num_scheduled_tokens = 1
-    assert not half.build_metadata(empty).only_waits
-    request = plain_request()
-    half.on_new_request(request)
-    assert half.build_metadata(empty).only_waits
-    assert not half.build_metadata(busy).only_waits
-    assert answer_of(half, request) == (0, False)
-    half.on_finished(request.request_id)
-    assert not half.build_metadata(empty).only_waits
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if loop_rests else "0")
+    half = side()
+    half.agree_on_layouts([layout(4096)])
+    try:
+        empty, busy = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+        busy.total_num_scheduled_tokens = 1
+        assert not half.build_metadata(empty).must_rest
+        request = plain_request()
+        half.on_new_request(request)
+        assert half.build_metadata(empty).must_rest is not loop_rests
+        assert not half.build_metadata(busy).must_rest
+        assert answer_of(half, request) == (0, False)
+        half.on_finished(request.request_id)
+        assert not half.build_metadata(empty).must_rest
+    finally:
+        half.close()
 
 
 # ------------------------------------------------------------ the keys of the in-tree connector

@@ -15,14 +15,14 @@ from kvtide.engines.vllm.worker_side import REST_S, WorkerSide
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_step_that_only_waits_rests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_must_rest_rests_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of an engine in its caller's process would starve the threads it waits for."""
     rests: list[float] = []
     monkeypatch.setattr(worker_side, "time", SimpleNamespace(sleep=rests.append))
     nothing: Any = None
     ranks: Any = SimpleNamespace(topology=SimpleNamespace(role=lambda rank: rank))
     half = WorkerSide(nothing, nothing, nothing, nothing, nothing, nothing, ranks=ranks, rank=0)
-    for only_waits, num_rests in ((False, 0), (True, 1), (True, 2), (False, 2)):
-        half.take_over(KVTideMetadata(StepPlan(), only_waits))
+    for must_rest, num_rests in ((False, 0), (True, 1), (True, 2), (False, 2)):
+        half.take_over(KVTideMetadata(StepPlan(), must_rest))
         half.poll()
         assert rests == [REST_S] * num_rests

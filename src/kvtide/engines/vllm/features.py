@@ -18,6 +18,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
@@ -274,6 +275,15 @@ def max_step_tokens(vllm_config: Any) -> int:
     """Return how many tokens may be in flight at once: what windows keep beside their reach."""
     in_flight = getattr(vllm_config, "max_in_flight_tokens", None)
     return int(in_flight or vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def loop_rests() -> bool:
+    """Tell whether the engine's loop rests after a step that computed nothing.
+
+    It does in a process of its own, as servers have it. In its caller's process it spins, and keeps
+    the interpreter from the threads that it waits for.
+    """
+    return bool(envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 
 
 def boundary_hand_offs(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:

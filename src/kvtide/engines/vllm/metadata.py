@@ -20,11 +20,12 @@ from kvtide.engines.vllm.ranks import Sharing
 class KVTideMetadata(KVConnectorMetadata):
     """One step's plan, from the scheduler to every worker.
 
-    ``only_waits`` says that the step computes nothing while requests wait for the pool.
+    ``must_rest`` says that the step computes nothing while requests wait for the pool, in an engine
+    whose loop does not rest by itself.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
-    only_waits: bool = False
+    must_rest: bool = False
 
 
 @dataclass

@@ -70,6 +70,7 @@ class SchedulerSide:
         self._names = names
         self._store = store
         self._sizes = sizes or ParallelSizes()
+        self._must_rest = not features.loop_rests()
         self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
         self._tables: EngineTables | None = None
@@ -273,7 +274,8 @@ class SchedulerSide:
         if outcome.pin_block_ids:
             self._tables.pin(outcome.pin_block_ids)
         is_empty = not scheduler_output.total_num_scheduled_tokens
-        return KVTideMetadata(outcome.plan, is_empty and self._scheduler.is_awaited)
+        must_rest = self._must_rest and is_empty and self._scheduler.is_awaited
+        return KVTideMetadata(outcome.plan, must_rest)
 
     def _scheduled(
         self, scheduler_output: Any, hand_offs: Mapping[str, Sequence[HandOff]]

@@ -26,9 +26,9 @@ from kvtide.stores import Store
 from kvtide.units import format_size
 
 REST_S = 0.0005
-"""A step that only waits for the pool rests so long. vLLM's servers rest between such steps, too;
-an engine in its caller's process does not, and its loop would keep the interpreter from the very
-threads that it waits for: a load then takes 40 times as long."""
+"""A step that only waits for the pool rests so long, where the engine's loop does not rest by
+itself (:func:`kvtide.engines.vllm.features.loop_rests`): it would keep the interpreter from the
+very threads that it waits for, and a load takes 40 times as long."""
 
 
 class WorkerSide:
@@ -56,7 +56,7 @@ class WorkerSide:
         self._role = ranks.topology.role(rank)
         self._blocks: TensorBlocks | None = None
         self._worker: PoolWorker | None = None
-        self._only_waits = False
+        self._must_rest = False
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's KV tensors, one per layer, and start."""
@@ -117,7 +117,7 @@ class WorkerSide:
 
     def take_over(self, metadata: KVTideMetadata) -> None:
         """Take the step's jobs over."""
-        self._only_waits = metadata.only_waits
+        self._must_rest = metadata.must_rest
         if self._worker is not None:
             self._worker.take_over(metadata.plan)
 
@@ -133,7 +133,7 @@ class WorkerSide:
 
     def poll(self) -> WorkerResults:
         """Return the loads that ended, and end what is past its deadline."""
-        if self._only_waits:
+        if self._must_rest:
             time.sleep(REST_S)
         return self._worker.poll() if self._worker is not None else WorkerResults(set(), set())
 
