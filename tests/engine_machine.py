@@ -65,6 +65,7 @@ setups = st.builds(
     grant_limit=st.sampled_from([None, None, 8]),
     max_pinned_blocks=st.sampled_from([None, 1, 4]),
     max_job_tokens=st.sampled_from([None, 8]),
+    decode_job_tokens=st.sampled_from([0, 8, 24]),
     admission=st.sampled_from(
         [
             AdmissionLimits(),

@@ -103,3 +103,13 @@ def test_sizes_that_mean_nothing_are_refused(make: Callable[[], Group], message:
     """A group of no tokens would require nothing, and promise everything."""
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@given(KINDS, st.integers(0, 40), st.integers(0, 200))
+def test_a_chunk_is_required_for_its_slack_after_its_end(
+    group: Group, chunk: int, after: int
+) -> None:
+    """So long an engine keeps its block, and saving it may wait."""
+    num_tokens = (chunk + 1) * group.block_size + after
+    if not group.is_state and 0 < after <= group.slack_tokens:
+        assert group.required(num_tokens).start <= chunk

@@ -11,7 +11,7 @@ from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
+from kvtide.core.groups import ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.jobs import (
     BoundaryJob,
     BoundaryPut,
@@ -24,8 +24,8 @@ from kvtide.core.jobs import (
     unpack_ints,
 )
 from kvtide.core.keys import KeyMetadata
-from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
-from kvtide.core.scheduler import MAX_STEP_JOBS, UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
+from kvtide.core.saving import MAX_STEP_JOBS, SaveLimits, SavePolicy, Scheduled
+from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
 from kvtide.core.topology import WHOLE
 from kvtide.core.transfer import HandOff
 from kvtide.testing.lookups import ManualLookups
@@ -50,15 +50,23 @@ class Bench:
         prefill: bool = True,
         decode: bool = False,
         num_ranks: int = 1,
+        decode_job_tokens: int = 0,
+        coordinator: Coordinator = COORDINATOR,
         **admission: Any,
     ) -> None:
         self.present: set[str] = set()
         self.now_s = 0.0
-        self.lookups = ManualLookups(COORDINATOR, self.exists)
+        self.lookups = ManualLookups(coordinator, self.exists)
         self.scheduler = PoolScheduler(
-            COORDINATOR,
+            coordinator,
             self.lookups,
-            limits=SaveLimits(max_pinned_blocks, max_job_tokens, max_open_tokens, Delays(1.0, 4.0)),
+            limits=SaveLimits(
+                max_pinned_blocks,
+                max_job_tokens,
+                max_open_tokens,
+                Delays(1.0, 4.0),
+                decode_job_tokens,
+            ),
             admission=AdmissionLimits(delays=Delays(1.0, 4.0), **admission),
             saves=SavePolicy(prefill=prefill, decode=decode),
             num_ranks=num_ranks,
@@ -203,12 +211,14 @@ def test_decode_is_saved_only_if_asked_for() -> None:
 
 
 def decoding(bench: Bench, *request_ids: str, namespace: str = "ns") -> list[Scheduled]:
-    """Requests of 32 tokens, saved up to 16, in the step that completes their second block."""
+    """Prompts of 31 tokens, saved up to 16, in the step that completes their second block."""
     steps = []
     for request_id in request_ids:
         view = request(32, request_id)
+        view.num_tokens = 31
         bench.arrive(view, namespace)
         bench.step(prefill(view, 16, 0, first=True))
+        view.num_tokens = 32
         steps.append(prefill(view, 31, 1, first=False))
     return steps
 
@@ -302,6 +312,103 @@ def test_a_request_that_ended_meanwhile_takes_no_part_in_a_shared_failure() -> N
     bench.now_s += 1.0
     [again] = bench.step(*steps).stores
     assert isinstance(again, StoreJob)
+
+
+# ------------------------------------------------------------------ decodes, in portions
+
+
+def decode_to(bench: Bench, view: RecordingRequest, num_tokens: int) -> list[tuple[int, int]]:
+    """Decode a request token by token to a length; return what its steps save."""
+    saved = []
+    while view.num_tokens < num_tokens:
+        computed = view.num_tokens
+        view.num_tokens += 1
+        view.block_hashes = fake_hashes(view.num_tokens // BLOCK)
+        num_blocks = view.num_tokens // BLOCK + 1
+        view.tables = [list(range(1, num_blocks + 1)) for _ in view.tables]
+        if bench.scheduler.is_due(view.request_id, view.num_tokens):
+            saved += ranges(bench.step(prefill(view, computed, 1, first=False)))
+    return saved
+
+
+def decoder(bench: Bench, num_tokens: int) -> RecordingRequest:
+    """A request whose prompt is computed and saved."""
+    view = request(num_tokens)
+    view.tables = [view.tables[0] for _ in bench.scheduler.coordinator.groups]
+    bench.arrive(view)
+    plan = bench.step(prefill(view, 0, num_tokens, first=True))
+    assert ranges(plan) == [(0, num_tokens // BLOCK * BLOCK)]
+    bench.end(plan.stores)
+    return view
+
+
+def test_decodes_are_saved_in_portions() -> None:
+    """With the token that completes one, and prompts at once, up to their last whole block."""
+    bench = Bench(decode=True, decode_job_tokens=40)
+    view = decoder(bench, 40)
+    assert decode_to(bench, view, 63) == []
+    assert decode_to(bench, view, 64) == [(32, 64)]
+    assert decode_to(bench, view, 130) == [(64, 96), (96, 128)]
+
+
+def test_a_request_that_ends_saves_what_was_put_off() -> None:
+    """Its blocks are pinned at once; the job goes out, joined, with the next step's."""
+    bench = Bench(decode=True, decode_job_tokens=160)
+    view = decoder(bench, 32)
+    assert decode_to(bench, view, 100) == []
+    scheduler = bench.scheduler
+    assert scheduler.on_finishing(view, (), 100, 0.0) == [3, 4, 5, 6]
+    scheduler.on_finished("r")
+    [job] = scheduler.step(StepEvents(), 0.0).plan.stores
+    assert ranges_of(job) == [(32, 96)]
+    assert bench.end([job]) == [6, 5, 4, 3]
+
+
+def test_a_retry_does_not_wait_for_a_portion() -> None:
+    """What failed at the end of the prompt is due as soon as its back-off is over."""
+    bench, view = Bench(decode=True, decode_job_tokens=160), request(32)
+    bench.arrive(view)
+    bench.end(bench.step(prefill(view, 0, 32, first=True)).stores, JobEnd.FAILED)
+    assert decode_to(bench, view, 40) == []
+    bench.now_s += 1.0
+    assert decode_to(bench, view, 41) == [(0, 32)]
+    assert decode_to(bench, view, 100) == []
+
+
+@pytest.mark.parametrize(
+    "group, num_tokens",
+    [
+        (FullAttention(BLOCK), 64),
+        (SlidingWindow(BLOCK, 66), 32),
+        (SlidingWindow(BLOCK, 40), 16),
+        (ChunkedLocal(BLOCK, 64), 16),
+        (Mamba(BLOCK), 16),
+        (FullAttention(BLOCK, proof_tokens=BLOCK), 16),
+    ],
+)
+def test_a_portion_is_what_the_engine_keeps_twice_over(group: Group, num_tokens: int) -> None:
+    """What it frees, hands off or still has to prove is saved as it comes."""
+    bench = Bench(
+        decode=True,
+        decode_job_tokens=64,
+        coordinator=Coordinator((FullAttention(BLOCK), group), BLOCK),
+    )
+    view = decoder(bench, 32)
+    [(start, end), *_] = decode_to(bench, view, 97)
+    assert (start, end) == (32, 32 + num_tokens)
+
+
+def test_after_a_preemption_saving_goes_on_where_it_was() -> None:
+    """The engine may hold what had been put off; the pool is asked for what was saved."""
+    bench = Bench(decode=True, decode_job_tokens=160)
+    view = decoder(bench, 32)
+    assert decode_to(bench, view, 100) == []
+    view.local_hit_tokens = 96
+    bench.step(preempted=[view])
+    assert bench.scheduler.match(view, 96, 0.0) == 0
+    plan = bench.step(prefill(view, 96, 4, first=True))
+    assert ranges(plan) == [(32, 96)]
+    assert not bench.scheduler.counters["repairs"]
 
 
 def test_jobs_under_different_names_are_not_shared() -> None:
@@ -846,14 +953,15 @@ def state_bench() -> tuple[PoolScheduler, RecordingRequest]:
 
 
 def test_a_state_left_by_a_request_that_ends_goes_out_with_the_next_step() -> None:
-    """Its block is pinned at once: the engine is about to free it."""
+    """Its block is pinned at once, and what the request completed: the engine will free them."""
     scheduler, view = state_bench()
-    assert scheduler.on_finishing(view, [HandOff(1, 9, 32)], 32, 0.0) == [9]
-    assert scheduler.num_pinned_blocks == 2
+    assert scheduler.on_finishing(view, [HandOff(1, 9, 32)], 32, 0.0) == [9, 2]
+    assert scheduler.num_pinned_blocks == 3
     scheduler.on_finished("r")
-    (job,) = scheduler.step(StepEvents(), 0.0).plan.stores
+    job, rest = scheduler.step(StepEvents(), 0.0).plan.stores
     assert isinstance(job, BoundaryJob)
     assert job.puts == (BoundaryPut(1, 1, 32, 9),)
+    assert ranges_of(rest) == [(16, 32)]
     assert not scheduler.step(StepEvents(), 0.0).plan.stores
     report = JobReport()
     report.end(job.job_id, JobEnd.STORED)

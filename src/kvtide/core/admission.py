@@ -266,7 +266,7 @@ class Admission:
             start_token,
             end,
             HashWindow(view.hash_list, first=first_hash, end=end_hash),
-            self._sentinel_hashes(view, start_token) if sentinels else (),
+            self._sentinel_hashes(view, tracker, start_token) if sentinels else (),
         )
         inquiry = _Inquiry(
             None, start_token, start_token, expires_s=now_s + self._limits.result_ttl_s
@@ -284,8 +284,15 @@ class Admission:
             self._lookups.submit(inquiry.ticket, query, namespace)
         return inquiry
 
-    def _sentinel_hashes(self, view: RequestView, start_token: int) -> tuple[bytes, ...]:
-        """Return the hashes of chunk 0 and of the last chunk below the local hit."""
+    def _sentinel_hashes(
+        self, view: RequestView, tracker: RequestTracker, start_token: int
+    ) -> tuple[bytes, ...]:
+        """Return the hashes of chunk 0 and of the last chunk below the local hit.
+
+        What an earlier life of the request had not saved yet is saved in any case.
+        """
+        if tracker.saved_token is not None:
+            start_token = min(start_token, tracker.saved_token)
         block_size = self._coordinator.sentinel_block_size
         if not start_token or block_size is None:
             return ()

@@ -173,6 +173,11 @@ class Coordinator:
         return sum(group.is_state for group in self.groups)
 
     @property
+    def slack_tokens(self) -> float:
+        """For how many tokens an engine keeps what is to be saved, at least."""
+        return min(group.slack_tokens for group in self.groups)
+
+    @property
     def max_stored_per_unit(self) -> int:
         """How many chunks of a unit are stored at most, over all groups."""
         unit = self.lcm_block_size

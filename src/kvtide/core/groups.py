@@ -8,6 +8,7 @@ those of vLLM's ``single_type_kv_cache_manager`` (what it keeps of a request aft
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
@@ -71,6 +72,14 @@ class Group(ABC):
         """
         return self.is_downward_closed
 
+    @property
+    def slack_tokens(self) -> float:
+        """For how many tokens after its end a chunk is still required, at least.
+
+        So long an engine keeps its block, and saving it may wait.
+        """
+        return 0
+
     def matched(self, boundary: int) -> range:
         """Return the chunks that must be found to resume at ``boundary``: required, and proof."""
         end_token = boundary + self.proof_tokens
@@ -94,6 +103,11 @@ class FullAttention(Group):
         """True."""
         return True
 
+    @property
+    def slack_tokens(self) -> float:
+        """Without end."""
+        return math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow(Group):
@@ -114,6 +128,11 @@ class SlidingWindow(Group):
     def last_requiring(self, chunk: int) -> int:
         """Return where the chunk's last token leaves the window."""
         return (chunk + 1) * self.block_size + self.window - 2
+
+    @property
+    def slack_tokens(self) -> float:
+        """Until the chunk's last token leaves the window."""
+        return max(0, self.window - 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kvtide.core.keys import BlockHashes
 from kvtide.core.open_jobs import OpenJobs
 from kvtide.core.transfer import PlannedStore
 
-MAX_SMALL_UNITS = 4
+MAX_SMALL_UNITS = 8
 """A job of at most so many units is small."""
 
 

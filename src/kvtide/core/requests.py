@@ -151,11 +151,15 @@ class RequestTracker:
     load_limit_token: int | None = None
     """A load failed at this token: no later answer reaches past it."""
     num_failed_loads: int = 0
+    saved_token: int | None = None
+    """How far an earlier life was saved that the next one may go on from; ``None``: none was."""
 
     def advance(self, event: RequestEvent) -> None:
         """Apply an event to the state and, where a new life begins, forget the old one."""
         self.state = TRANSITIONS[self.state].get(event, self.state)
         if event in NEW_LIFE:
+            if self.progress is not None:
+                self.saved_token = self.progress.saved_offset
             self.progress = None
             self.repair = False
             self.holds_loaded = False

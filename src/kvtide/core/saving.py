@@ -1,6 +1,6 @@
 """Saving: which store jobs a step emits, what they pin, and what their reports mean.
 
-Theory of operation. Five rules keep it right:
+Theory of operation. These rules keep it right:
 
 * **Only certain tokens are saved.** After a step, ``min(computed + scheduled, hashed)`` tokens of
   a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
@@ -9,6 +9,9 @@ Theory of operation. Five rules keep it right:
 * **States are saved when the engine hands them off**, or never: their place in a block table says
   nothing. A hand-off becomes a job of its own, beside the offsets; with it go the chunks of other
   groups that no store job covers but a request resuming at that boundary needs.
+* **Decodes are saved in portions** of several units, and with the request's end: a job costs the
+  engine and the store nearly the same, whether it has one block or eight. Only where the engine
+  keeps the blocks for so long.
 * **Small jobs are joined.** Of a step's jobs the small ones, which decodes make, go to the workers
   as one (``joining``).
 * **A job's blocks are pinned until every rank has staged them**, within a budget. A job is cut to
@@ -41,6 +44,10 @@ from kvtide.core.transfer import (
     plan_store,
 )
 
+MAX_STEP_JOBS = 64
+"""After so many store jobs a step plans no more for requests that decode, each of which costs the
+engine's thread 10 us or so: they stay due, and their turn comes in the next steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
@@ -66,12 +73,15 @@ class SaveLimits:
 
     ``max_pinned_blocks`` bounds the engine's blocks that jobs hold; ``max_job_tokens`` bounds one
     job, and ``max_open_tokens`` all that have not ended: what lies in a worker's staging memory.
+    Of a request that decodes a job has ``decode_job_tokens`` or more, down to whole units, but for
+    the rest at its end.
     """
 
     max_pinned_blocks: int
     max_job_tokens: int
     max_open_tokens: int = 1 << 62
     delays: Delays = field(default_factory=Delays)
+    decode_job_tokens: int = 0
 
 
 class Scheduled(NamedTuple):
@@ -112,6 +122,13 @@ class Saving:
             coordinator, self._jobs, max_job_tokens=limits.max_job_tokens, take_job_id=take_job_id
         )
         self._blocks_per_unit = max(1, coordinator.max_stored_per_unit)
+        unit = coordinator.lcm_block_size
+        # Half of what the engine keeps: the rest is for steps in which others have their turn.
+        slack = coordinator.slack_tokens / 2
+        self._may_lag = slack >= unit
+        self._decode_job_tokens = max(
+            unit, coordinator.aligned(int(min(limits.decode_job_tokens, slack)))
+        )
         # States are offered for one step only: the next boundary's find room.
         self._max_held_blocks = limits.max_pinned_blocks - coordinator.num_state_groups
         self._pool_back_off = BackOff(limits.delays)
@@ -145,14 +162,15 @@ class Saving:
         progress = tracker.progress
         assert progress is not None
         certain = self._coordinator.aligned(num_certain_tokens)
-        if certain <= progress.scheduled_offset and not progress.must_rewind:
+        least = self._least_job_tokens(tracker, progress)
+        if certain < progress.scheduled_offset + least and not progress.must_rewind:
             self._due_tokens[tracker.request_id] = self._next_due_token(tracker, progress)
         else:
             self.forget(tracker.request_id)
 
     def _next_due_token(self, tracker: RequestTracker, progress: SaveProgress) -> float:
         """Return the token count from which a request has to be looked at again."""
-        due = progress.scheduled_offset + self._coordinator.lcm_block_size
+        due = progress.scheduled_offset + self._least_job_tokens(tracker, progress)
         if progress.owed_proofs:
             proven = min(progress.owed_proofs) + self._coordinator.max_proof_tokens
             due = min(due, max(proven, tracker.num_admitted_tokens))
@@ -164,22 +182,38 @@ class Saving:
         """Look at a request again in its next step: its life changed, or a job failed."""
         self._due_tokens.pop(request_id, None)
 
-    def begin(
-        self, tracker: RequestTracker, scheduled: Scheduled, *, saved_before: int | None = None
-    ) -> None:
+    def has_turn(self, tracker: RequestTracker, scheduled: Scheduled, num_planned: int) -> bool:
+        """Tell whether a request may have jobs in a step that has ``num_planned`` already.
+
+        A prefill always may: the engine bounds how many a step has.
+        """
+        if num_planned < MAX_STEP_JOBS or not self._may_lag:
+            return True
+        return scheduled.num_computed_tokens < tracker.num_admitted_tokens
+
+    def _least_job_tokens(self, tracker: RequestTracker, progress: SaveProgress) -> int:
+        """Return how many tokens the next job of a request has at least.
+
+        Of a decode that is several units, unless a proof is owed, which the next unit brings.
+        """
+        unit = self._coordinator.lcm_block_size
+        is_decode = progress.scheduled_offset + unit > tracker.num_admitted_tokens
+        return self._decode_job_tokens if is_decode and not progress.owed_proofs else unit
+
+    def begin(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
         """Find where the first job of a request's life starts: where the engine computes from.
 
-        What is below was held or loaded, so it is in the store; where lookups found it lacking
-        there, the first job starts at 0. ``saved_before`` is how far an earlier life was saved
-        that this one continues, without a lookup in between (the next turn of a session).
+        What is below was held or loaded, so it is in the store, but for what an earlier life had
+        not saved yet. Where lookups found it lacking there, the first job starts at 0.
         """
         tracker.num_admitted_tokens = scheduled.view.num_tokens
         held = scheduled.num_computed_tokens
         if tracker.held_token is not None and not tracker.holds_loaded:
             held = min(held, tracker.held_token)  # the rest came from another connector
         start = held
-        if saved_before is not None:
-            start = min(start, saved_before)
+        if tracker.saved_token is not None:
+            start = min(start, tracker.saved_token)
+            tracker.saved_token = None
         if tracker.repair:
             start = 0
             self._counters["repairs"] += 1
@@ -194,16 +228,30 @@ class Saving:
         )
 
     def emit(
-        self, tracker: RequestTracker, view: RequestView, num_certain_tokens: int, now_s: float
+        self,
+        tracker: RequestTracker,
+        view: RequestView,
+        num_certain_tokens: int,
+        now_s: float,
+        *,
+        is_last: bool = False,
     ) -> Iterator[PlannedStore]:
-        """Yield the next jobs of a request, as far as tokens are certain and the budget allows."""
+        """Yield the next jobs of a request, as far as tokens are certain and the budget allows.
+
+        The last time, whatever is complete.
+        """
         progress = tracker.progress
         assert progress is not None
         assert tracker.prefix_id is not None
         kept = self._kept_boundaries(tracker, view)
         certain = self._coordinator.aligned(num_certain_tokens)
         end = None
-        while (next_end := self._next_end(progress, certain, now_s)) is not None:
+        unit = self._coordinator.lcm_block_size
+        while True:
+            least = unit if is_last else self._least_job_tokens(tracker, progress)
+            next_end = self._next_end(progress, certain, least, now_s)
+            if next_end is None:
+                break
             end = next_end
             planned = plan_store(
                 view,
@@ -239,18 +287,39 @@ class Saving:
         shared = (tracker.shared_token, view.shared_token)
         return self._coordinator.kept_boundaries(view.num_prompt_tokens, shared)
 
-    def _next_end(self, progress: SaveProgress, certain: int, now_s: float) -> int | None:
+    def _next_end(
+        self, progress: SaveProgress, certain: int, least_tokens: int, now_s: float
+    ) -> int | None:
         """Return where the next job of a request ends, ``None`` if there is none for now.
 
-        ``certain`` tokens, in whole units, are to be saved.
+        ``certain`` tokens, in whole units, are to be saved; fewer than ``least_tokens`` can wait.
         """
-        if certain <= progress.scheduled_offset and not progress.must_rewind:
+        if certain < progress.scheduled_offset + least_tokens and not progress.must_rewind:
             return None
         if self._must_wait(now_s) or not progress.may_emit(now_s):
             return None
         start = progress.scheduled_offset
         end = min(certain, start + self._budget_tokens())
         return end if end > start else None
+
+    def finish(
+        self,
+        tracker: RequestTracker,
+        view: RequestView,
+        hand_offs: Sequence[HandOff],
+        num_computed_tokens: int,
+        now_s: float,
+    ) -> list[PlannedStore]:
+        """Return the jobs of a request that ends: states, what was put off, and proofs owed."""
+        if tracker.progress is None:
+            return []
+        computed = num_computed_tokens - self.policy.num_unsettled_tokens
+        planned = self.publish(tracker, view, hand_offs, computed, now_s)
+        ended = Scheduled(view, num_computed_tokens, 0, is_admission=False)
+        certain = self.certain_token(tracker, ended)
+        planned += self.emit(tracker, view, certain, now_s, is_last=True)
+        planned += self.settle_proofs(tracker, ended, certain, now_s)
+        return planned
 
     def publish(
         self,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtide.core.admission import Admission, AdmissionLimits, Lookups
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobReport, LoadJob, SaveJob, StepPlan
+from kvtide.core.jobs import JobReport, LoadJob, StepPlan
 from kvtide.core.keys import BlockHashes, PrefixTable
 from kvtide.core.requests import RequestEvent, RequestState, RequestTracker
 from kvtide.core.saving import SaveLimits, SavePolicy, Saving, Scheduled
@@ -22,9 +22,6 @@ from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_load
 
 UNKNOWN_PREFIX_ID = -1
 """No worker ever learns a namespace for it."""
-MAX_STEP_JOBS = 64
-"""After so many store jobs a step plans no more for requests that decode, each of which costs the
-engine's thread 10 us or so: they stay due, and their turn comes in the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class PoolScheduler:
         self._prefixes = PrefixTable()
         self._trackers: dict[str, RequestTracker] = {}
         self._pending_loads: list[LoadJob] = []
-        self._pending_saves: list[SaveJob] = []
+        self._pending_saves: list[PlannedStore] = []
         """Jobs of requests that finished since the last step; their blocks are pinned."""
         self._load_jobs: dict[str, int] = {}
         self._cancelled_loads: list[int] = []
@@ -236,16 +233,17 @@ class PoolScheduler:
         num_computed_tokens: int,
         now_s: float,
     ) -> list[int]:
-        """Take the states that the engine hands off with a request's end; return blocks to pin.
+        """Save what is left of a request that ends, and return the blocks to pin for it.
 
-        Call it before :meth:`on_finished`; the jobs go out with the next step.
+        That is what saving had put off, and ``hand_offs``, the states that the engine offers with
+        the end. Call it before :meth:`on_finished`, while the request has its blocks; the jobs go
+        out with the next step.
         """
         tracker = self._trackers.get(view.request_id)
-        if tracker is None or tracker.prefix_id is None:
+        if tracker is None or tracker.prefix_id is None or not self._saving.policy.any:
             return []
-        certain = num_computed_tokens - self._saving.policy.num_unsettled_tokens
-        planned = self._saving.publish(tracker, view, hand_offs, certain, now_s)
-        self._pending_saves.extend(one.job for one in planned)
+        planned = self._saving.finish(tracker, view, hand_offs, num_computed_tokens, now_s)
+        self._pending_saves += planned
         return [block_id for one in planned for block_id in one.pinned_block_ids]
 
     def on_finished(self, request_id: str) -> None:
@@ -261,17 +259,15 @@ class PoolScheduler:
         """Apply a step's events and return what the workers have to do for it."""
         for view in events.preempted:
             self._preempt(view, now_s)
-        stores, self._pending_saves = self._pending_saves, []
+        ended, self._pending_saves = self._pending_saves, []
         planned: list[PlannedStore] = []
         for scheduled in events.scheduled:
             hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
-            is_decode = scheduled.num_scheduled_tokens < self.coordinator.lcm_block_size
-            may_emit = len(planned) < MAX_STEP_JOBS or not is_decode
-            planned.extend(self._save(scheduled, hand_offs, now_s, may_emit=may_emit))
+            planned.extend(self._save(scheduled, hand_offs, len(planned), now_s))
         pins: list[int] = []
         for one in planned:
             pins += one.pinned_block_ids
-        stores.extend(self._saving.joined(planned))
+        stores = self._saving.joined([*ended, *planned])
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}
@@ -283,13 +279,12 @@ class PoolScheduler:
         self,
         scheduled: Scheduled,
         hand_offs: Sequence[HandOff],
+        num_planned: int,
         now_s: float,
-        *,
-        may_emit: bool,
     ) -> Iterable[PlannedStore]:
-        """Follow a scheduled request, and yield the jobs of this step for it.
+        """Follow a scheduled request, and yield this step's jobs for it.
 
-        Unless ``may_emit`` these are only what is lost if it is not taken now.
+        ``num_planned`` jobs of the step come before.
         """
         tracker = self._trackers.get(scheduled.view.request_id)
         if tracker is None:
@@ -300,7 +295,7 @@ class PoolScheduler:
         certain = self._saving.certain_token(tracker, scheduled)
         if hand_offs:  # first, since an offer that is not taken now is lost
             yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
-        if not may_emit:
+        if not self._saving.has_turn(tracker, scheduled, num_planned):
             return
         yield from self._saving.emit(tracker, scheduled.view, certain, now_s)
         yield from self._saving.settle_proofs(tracker, scheduled, certain, now_s)
@@ -317,11 +312,8 @@ class PoolScheduler:
         """Begin a life where the engine admits the request, and find where its first job starts."""
         if tracker.state is RequestState.RUNNING and not scheduled.is_admission:
             return  # nearly always
-        saved_before = None
         if scheduled.is_admission and tracker.state is RequestState.RUNNING:
             # The next turn of a session, or resumed without a preemption notice.
-            assert tracker.progress is not None
-            saved_before = tracker.progress.saved_offset
             tracker.advance(RequestEvent.ARRIVED)
             tracker.adopt_next_prefix()
         tracker.advance(RequestEvent.SCHEDULED)
@@ -330,7 +322,7 @@ class PoolScheduler:
         self._admission.drop(tracker.request_id)
         self._admission.room.leave(tracker.request_id)
         self._saving.forget(tracker.request_id)
-        self._saving.begin(tracker, scheduled, saved_before=saved_before)
+        self._saving.begin(tracker, scheduled)
 
     # ------------------------------------------------------------------ reports
 

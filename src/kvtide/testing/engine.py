@@ -101,6 +101,7 @@ class ScriptedEngine:
             limits=SaveLimits(
                 max_pinned_blocks=setup.pin_budget,
                 max_job_tokens=setup.job_tokens,
+                decode_job_tokens=setup.decode_job_tokens,
                 delays=setup.delays,
             ),
             admission=replace(setup.admission, delays=setup.delays),
@@ -159,10 +160,7 @@ class ScriptedEngine:
     def _finish(self, request: EngineRequest) -> None:
         is_held = request.state is EngineState.LOADING and not request.is_loaded
         offers = self.tables.last_offers(request)
-        if offers:
-            self._pin(
-                self.scheduler.on_finishing(request, offers, request.num_computed, self.clock())
-            )
+        self._pin(self.scheduler.on_finishing(request, offers, request.num_computed, self.clock()))
         self.batch.remove(request)
         request.state = EngineState.FINISHED
         self.scheduler.on_finished(request.request_id)

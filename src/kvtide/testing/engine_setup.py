@@ -64,6 +64,7 @@ class EngineSetup:
     threaded: bool = False
     max_pinned_blocks: int | None = None
     max_job_tokens: int | None = None
+    decode_job_tokens: int = 0
     delays: Delays = field(default_factory=lambda: Delays(0.5, 4.0))
     lookup_timeout_s: float = 1.0
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)

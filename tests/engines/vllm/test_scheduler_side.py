@@ -94,7 +94,7 @@ def test_before_the_ranks_have_told_their_layout_nothing_happens() -> None:
     assert not half.has_pins
     assert half.take_counters() == {}
     half.reset()
-    half.on_finished("nobody")
+    half.on_finished(plain_request())
     half.close()
 
 
@@ -208,7 +208,7 @@ def test_an_adapter_that_is_never_known_costs_no_more_than_the_cache(
     assert prefix_of(half, request) is None
     half.reset()
     assert prefix_of(half, request) is None
-    half.on_finished(request.request_id)
+    half.on_finished(request)
     assert not half._held_back
     assert not half._views
 
@@ -252,7 +252,7 @@ def test_an_empty_step_must_rest_while_a_request_waits_for_the_pool(
         assert half.build_metadata(empty).must_rest is not loop_rests
         assert not half.build_metadata(busy).must_rest
         assert answer_of(half, request) == (0, False)
-        half.on_finished(request.request_id)
+        half.on_finished(request)
         assert not half.build_metadata(empty).must_rest
     finally:
         half.close()

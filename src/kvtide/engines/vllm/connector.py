@@ -189,7 +189,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; open jobs hold their own references to its blocks."""
-        self._scheduler.on_finished(request.request_id)
+        self._scheduler.on_finished(request)
         return False, None
 
     def request_finished_all_groups(

@@ -44,6 +44,9 @@ JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
 MAX_JOB_VALUES = 512
 """A job stores at most so many: what fails, or waits to be staged, comes in small portions."""
+DECODE_JOB_TOKENS = 128
+"""What a request decodes is saved so many tokens at a time: to others it is of use when the request
+has ended, and a job of eight blocks costs little more than one of one."""
 
 
 class SchedulerSide:
@@ -153,6 +156,7 @@ class SchedulerSide:
                 max_job_tokens=unit * max(1, job_units),
                 max_open_tokens=unit * units,
                 delays=Delays(config.backoff_s, config.max_backoff_s),
+                decode_job_tokens=DECODE_JOB_TOKENS,
             ),
             admission=AdmissionLimits(
                 lookup_wait_s=config.lookup_wait_ms / 1000,
@@ -232,7 +236,7 @@ class SchedulerSide:
             self._scheduler.on_allocated(view, num_external_tokens)
 
     def on_finishing(self, request: Any, offers: Sequence[tuple[int, int, int]]) -> None:
-        """Take the states that vLLM hands off with a request's end, and pin what is read."""
+        """Save what is left of a request that ends, with the states that vLLM offers; pin it."""
         view = self._views.get(request.request_id)
         if self._scheduler is None or self._tables is None or view is None:
             return
@@ -242,8 +246,12 @@ class SchedulerSide:
         if pins:
             self._tables.pin(pins)
 
-    def on_finished(self, request_id: str) -> None:
-        """Forget a request that ended, however it ended."""
+    def on_finished(self, request: Any) -> None:
+        """Save what is left of a request that ended, however it ended, and forget it."""
+        self.on_finishing(request, ())
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
         self._views.pop(request_id, None)
         self._held_back.pop(request_id, None)
         if self._scheduler is not None:
