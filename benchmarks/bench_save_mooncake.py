@@ -90,7 +90,7 @@ def rows_of(num_rounds: int) -> Iterator[Row]:
         f"prefill at {CONTEXT >> 10}k": Workload.prefill(engine, STEP_TOKENS),
         "one request that decodes": Workload.decode(engine, 16),
         f"{NUM_REQUESTS} requests that decode": Workload.decode(
-            HeldEngine(512, num_blocks, NUM_REQUESTS), 1
+            HeldEngine(512, num_blocks, NUM_REQUESTS), 8
         ),
     }
     caches = kv_caches(num_blocks)

@@ -30,6 +30,8 @@ CONTEXTS = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 512 << 10)
 JUDGED = 128 << 10
 JUDGED_CROWD = 64
 ALLOWANCE_US = 15.0
+CROWD_TOKENS = 512
+CROWD_BLOCKS = 16
 BURST = 5
 """A round takes the least of so many repetitions: caches are warm in every case."""
 
@@ -40,7 +42,7 @@ BURST = 5
 class Held:
     """A request at one context, both scheduler halves, and the steps that lead to its last token.
 
-    ``steps`` has by kind of job the step that admits the request in front of it, and the step.
+    A decode's last token is the one with which its half saves something.
     """
 
     def __init__(self, num_tokens: int, num_blocks: int) -> None:
@@ -51,20 +53,36 @@ class Held:
         self.engine = HeldEngine(num_tokens, num_blocks)
         self.halves = make_halves(self.engine)
         self.steps = {
-            kind: (self.engine.admission(computed), self.engine.step(computed, num_scheduled))
-            for kind, computed, num_scheduled in (
-                ("prefill job", num_tokens - STEP_TOKENS, STEP_TOKENS),
-                ("decode job", num_tokens - 1, 1),
-            )
+            "prefill job": self.engine.step(num_tokens - STEP_TOKENS, STEP_TOKENS),
+            "decode job": self.engine.step(num_tokens - 1, 1),
+        }
+        self._num_new = {
+            kind: {
+                half: STEP_TOKENS if kind == "prefill job" else half.decode_job_tokens
+                for half in self.halves.values()
+            }
+            for kind in self.steps
+        }
+        self._admissions = {
+            num_new: self.engine.admission(num_tokens - num_new)
+            for each in self._num_new.values()
+            for num_new in each.values()
         }
 
+    def num_blocks(self, side: str, kind: str) -> int:
+        """Return how many blocks a side's job has."""
+        from vllm_engine import BLOCK
+
+        return max(1, self._num_new[kind][self.halves[side]] // BLOCK)
+
     def rewind(self, half: Any, kind: str) -> None:
-        """Put the request back in front of the step, as if it had just been resumed there."""
-        admission, _ = self.steps[kind]
-        [computed] = admission.scheduled_cached_reqs.num_computed_tokens
+        """Put the request back in front of the job's tokens, as if it had just resumed there."""
+        num_new = self._num_new[kind][half]
+        computed = self.num_tokens - num_new
         for request in self.engine.requests:
             request.num_computed_tokens = computed
-        half.take(half.report_on(half.emit(admission)))
+        with self.engine.known(self.num_tokens if kind == "prefill job" else computed + 1):
+            half.take(half.report_on(half.emit(self._admissions[num_new])))
         assert not half.has_pins
 
     def run_admitted(self, half: Any, request: Any, kind: str) -> None:
@@ -75,7 +93,7 @@ class Held:
     def run(self, half: Any, kind: str) -> tuple[float, Any]:
         """Emit a job and release it; return the CPU seconds of that and the metadata."""
         self.rewind(half, kind)
-        _, step = self.steps[kind]
+        step = self.steps[kind]
         start = time.thread_time()
         metadata = half.emit(step)
         emitted = time.thread_time()
@@ -138,11 +156,19 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
                     blobs[side] = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
                     pickle.loads(blobs[side])  # noqa: S301 - made right here
                     times[side].append((time.thread_time() - start) * 1e6)
-            sizes = {side: len(blob) for side, blob in blobs.items()}
+            sizes: dict[str, float] = {side: len(blob) for side, blob in blobs.items()}
             where = f"b. metadata, {kind} at {context_name(case.num_tokens)}"
             is_judged = case.num_tokens == JUDGED
             if is_judged and kind == "decode job":
-                yield at_most(BENCH, where, "bytes", sizes["kvtide"], 400, peer=sizes["peer"])
+                per_block = {side: sizes[side] / case.num_blocks(side, kind) for side in sizes}
+                yield at_most(
+                    BENCH,
+                    f"{where}, a block",
+                    "bytes",
+                    per_block["kvtide"],
+                    400,
+                    peer=per_block["peer"],
+                )
             else:
                 goal = 40 if is_judged else None
                 yield times_less(BENCH, where, "bytes", [sizes["kvtide"]], [sizes["peer"]], goal)
@@ -153,48 +179,44 @@ def metadata_rows(cases: Sequence[Held], rounds: int) -> Iterator[Row]:
 
 
 def crowd_rows(num_requests: int, rounds: int) -> Iterator[Row]:
-    """Time the scheduler's thread where many requests complete a block in the same step.
+    """Time the scheduler's thread where many requests decode and complete blocks in the same steps.
 
-    What that step leaves to the next ones counts, too.
+    All steps count, those in which nothing is due as well.
     """
     from scheduler_halves import make_halves
     from vllm_engine import BLOCK, HeldEngine
 
-    num_tokens = 512
-    engine = HeldEngine(num_tokens, num_requests * num_tokens // 8 + (1 << 10), num_requests)
-    computed = num_tokens - BLOCK - 1
-    admission = engine.admission(computed)
-    steps = [engine.step(computed + number, 1) for number in range(BLOCK)]
+    engine = HeldEngine(CROWD_TOKENS, num_requests * CROWD_TOKENS // 8 + (1 << 10), num_requests)
+    first_token = CROWD_TOKENS - (CROWD_BLOCKS + 1) * BLOCK
+    admission = engine.admission(first_token)
+    steps = [engine.step(computed, 1) for computed in range(first_token, CROWD_TOKENS - 1)]
     halves = make_halves(engine)
+    num_blocks = num_requests * CROWD_BLOCKS
     times: dict[str, list[float]] = {side: [] for side in halves}
     for _ in range(rounds):
         for side, half in halves.items():
-            half.take(half.report_on(half.emit(admission)))
-            times[side].append(_save_crowd(half, steps, num_requests) / num_requests * 1e6)
-    where = f"d. scheduler, {num_requests} requests complete a block: a request"
+            with engine.known(first_token + 1):
+                half.take(half.report_on(half.emit(admission)))
+            times[side].append(_save_crowd(half, steps, num_blocks) / num_blocks * 1e6)
+    where = f"d. scheduler, {num_requests} requests decode: a block, 16 steps"
     yield times_less(BENCH, where, "us", times["kvtide"], times["peer"])
 
 
-def _save_crowd(half: Any, steps: Sequence[Any], num_requests: int) -> float:
-    """Run as many steps as it takes to save the block that the first one completes.
-
-    Returns the CPU seconds of those steps.
-    """
+def _save_crowd(half: Any, steps: Sequence[Any], num_blocks: int) -> float:
+    """Run steps that complete so many blocks, and return the scheduling thread's CPU seconds."""
     spent = 0.0
-    num_blocks = 0
+    num_saved = 0
     for step in steps:
         start = time.thread_time()
         metadata = half.emit(step)
         emitted = time.thread_time()
-        if not half.num_jobs(metadata):
-            break
-        num_blocks += half.num_pinned_blocks
+        num_saved += half.num_pinned_blocks if half.num_jobs(metadata) else 0
         ended = half.report_on(metadata)
         reported = time.thread_time()
         half.take(ended)
         spent += emitted - start + time.thread_time() - reported
         assert not half.has_pins
-    assert num_blocks >= num_requests, "not every request was saved"
+    assert num_saved >= num_blocks, "not every block was saved"
     return spent
 
 
@@ -211,7 +233,9 @@ def metadata_of(
     for side, half in make_halves(engine).items():
         for request in engine.requests:
             request.num_computed_tokens = first_token
-        half.take(half.report_on(half.emit(engine.admission(first_token))))
+        # What is computed token by token is decoded.
+        with engine.known(first_token + 1 if step_tokens == 1 else last_token):
+            half.take(half.report_on(half.emit(engine.admission(first_token))))
         pickled[side] = []
         for computed in range(first_token, last_token, step_tokens):
             metadata = half.emit(engine.step(computed, step_tokens))
@@ -248,7 +272,8 @@ class Workload:
     def decode(cls, engine: Any, num_blocks: int) -> Self:
         """Return the steps that save as many blocks of each request, token by token.
 
-        The last block but one is the last to be saved, so that its step may leave some to the next.
+        That is a multiple of what is saved at once. The last block but one is the last to be saved,
+        so that its step may leave some to the next.
         """
         from vllm_engine import BLOCK
 
@@ -296,8 +321,8 @@ def worker_rows(context: int, many: Sequence[int], rounds: int) -> Iterator[Row]
         "decode": Workload.decode(engine, 64),
     }
     for count in many:
-        crowd = HeldEngine(512, num_blocks, count)
-        workloads[f"{count} requests"] = Workload.decode(crowd, 4)
+        crowd = HeldEngine(CROWD_TOKENS, num_blocks, count)
+        workloads[f"{count} requests"] = Workload.decode(crowd, CROWD_BLOCKS)
     workers = make_workers(num_blocks)
     gc.collect()
     gc.freeze()
@@ -325,7 +350,7 @@ def _rows_of_worker(what: str, workload: Workload, context: int) -> Iterator[Row
 
 
 def _crowd_rows_of_worker(what: str, workload: Workload) -> Iterator[Row]:
-    """Judge what many requests cost that complete a block in the same step."""
+    """Judge what many requests cost that complete their blocks in the same steps."""
     us, calls = workload.us_per_key, workload.calls_per_block
     where = f"d. {what} complete a block: calls"
     if len(workload.request_ids) <= JUDGED_CROWD:
@@ -382,7 +407,7 @@ def _memory_of(held: Held, half: Any, worker: Any) -> dict[str, float]:
         live = _held_bytes()
         held.rewind(half, "prefill job")
         rewound = _held_bytes()
-        _, step = held.steps["prefill job"]
+        step = held.steps["prefill job"]
         pickled = pickle.dumps(half.emit(step), pickle.HIGHEST_PROTOCOL)
         pending = _held_bytes() - sys.getsizeof(pickled)
         worker.take(pickle.loads(pickled))  # noqa: S301 - made right here

@@ -25,7 +25,7 @@ from kvtide.core.layout import GroupLayout, Region, StoreLayout
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import IdentityNames
-from kvtide.engines.vllm.scheduler_side import SchedulerSide
+from kvtide.engines.vllm.scheduler_side import DECODE_JOB_TOKENS, SchedulerSide
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.stores import Status, Store
 
@@ -76,6 +76,9 @@ class CountingStore(Store):
 class Half(Protocol):
     """A connector's half in the scheduler's process."""
 
+    decode_job_tokens: int
+    """How many more tokens of a decode, whose last completes a block, make it save."""
+
     def admit(self, request: Any) -> None:
         """Take a request that arrived and found nothing in the store."""
 
@@ -115,6 +118,8 @@ def make_halves(engine: HeldEngine) -> dict[str, Half]:
 class KVTideHalf:
     """kvtide's, with the default budgets."""
 
+    decode_job_tokens = DECODE_JOB_TOKENS
+
     def __init__(self, engine: HeldEngine) -> None:
         config = PoolConfig.from_mapping({"save_decode_cache": True})
         names = IdentityNames("", {"weights": "w"}, "")
@@ -148,7 +153,7 @@ class KVTideHalf:
 
     def forget(self, request: Any) -> None:
         """See :class:`Half`."""
-        self.side.on_finished(request.request_id)
+        self.side.on_finished(request)
 
     @property
     def has_pins(self) -> bool:
@@ -175,6 +180,8 @@ class NoLookups:
 
 class InTreeHalf:
     """vLLM's own."""
+
+    decode_job_tokens = 1
 
     def __init__(self, engine: HeldEngine) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import data, scheduler

@@ -8,7 +8,8 @@ behind, so that the pool is filled alike whatever the length.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -60,6 +61,17 @@ def kv_cache_config(num_blocks: int) -> KVCacheConfig:
     )
 
 
+class HeldRequest(Request):
+    """A request of which a step may know the first ``num_known`` tokens only."""
+
+    num_known: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are known."""
+        return len(self._all_token_ids) if self.num_known is None else self.num_known
+
+
 class HeldEngine:
     """Holds ``num_requests`` requests of ``num_tokens`` tokens; ``num_blocks`` is the whole pool.
 
@@ -85,9 +97,9 @@ class HeldEngine:
             self._admit("other", left)
         self.requests = [self._admit(f"r{n}", num_tokens) for n in range(num_requests)]
 
-    def _admit(self, request_id: str, num_tokens: int) -> Request:
+    def _admit(self, request_id: str, num_tokens: int) -> HeldRequest:
         generator = random.Random(request_id)  # noqa: S311 - no secrets
-        request = Request(
+        request = HeldRequest(
             request_id=request_id,
             prompt_token_ids=[generator.randrange(32_000) for _ in range(num_tokens)],
             sampling_params=SamplingParams(max_tokens=1),
@@ -99,6 +111,15 @@ class HeldEngine:
             assert self.manager.allocate_slots(request, chunk) is not None
             request.num_computed_tokens += chunk
         return request
+
+    @contextmanager
+    def known(self, num_tokens: int) -> Iterator[None]:
+        """Let the requests have so many tokens: what comes after them they will have decoded."""
+        for request in self.requests:
+            request.num_known = num_tokens
+        yield
+        for request in self.requests:
+            request.num_known = None
 
     def admission(self, computed: int) -> SchedulerOutput:
         """Return the step that admits the requests at ``computed`` tokens, and computes nothing."""
