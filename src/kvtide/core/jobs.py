@@ -33,8 +33,7 @@ def unpack_ints(packed: bytes) -> Sequence[int]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class StoreJob:
+class StoreJob(NamedTuple):
     """Write the KV cache of the tokens ``[start_token, end_token)`` of one request.
 
     Both ends are multiples of ``lcm_block_size``. ``block_ids[g]`` holds, packed, the block of
@@ -64,8 +63,7 @@ class BoundaryPut(NamedTuple):
     block_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoundaryJob:
+class BoundaryJob(NamedTuple):
     """Write what makes one boundary of a request fit to resume at, beside what store jobs write.
 
     That is the states the engine handed off, and the chunks of the other groups that no store job
@@ -78,8 +76,7 @@ class BoundaryJob:
     hashes: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedJob:
+class JoinedJob(NamedTuple):
     """Write chunks of several requests, none of which has many: what a step of decodes completes.
 
     ``chunks[g]`` and ``block_ids[g]`` have, packed, the absolute index and the block of each chunk
@@ -97,8 +94,7 @@ SaveJob: TypeAlias = StoreJob | BoundaryJob | JoinedJob
 """What a rank copies out of the engine's blocks and writes to the store."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadJob:
+class LoadJob(NamedTuple):
     """Fill the blocks of one request from the store, so that it resumes at ``end_token``.
 
     ``first_chunks[g]`` is the absolute index of the first chunk of group ``g`` to load and
@@ -117,8 +113,7 @@ class LoadJob:
     block_ids: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """What one step asks of every worker; empty in most steps.
 
     ``prefixes`` announces the namespaces of the prefix ids that are used here for the first time.
@@ -126,7 +121,7 @@ class StepPlan:
     load has ended. ``mended_keys`` are whole again: what one rank reads another may have put.
     """
 
-    prefixes: Mapping[int, str] = field(default_factory=dict)
+    prefixes: Mapping[int, str] = {}
     stores: tuple[SaveJob, ...] = ()
     loads: tuple[LoadJob, ...] = ()
     cancelled_loads: tuple[int, ...] = ()
