@@ -42,7 +42,7 @@ class RenamingStore(WrapperStore):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.names = ""
-        self.num_stored = 0
+        self.num_put = 0
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Ask for this round's."""
@@ -52,35 +52,13 @@ class RenamingStore(WrapperStore):
         """Put under this round's names."""
         keys = [f"{self.names}/{key}" for key in batch.keys]
         statuses = super().put(Batch(keys, batch.addresses, batch.sizes, batch.order))
-        self.num_stored += statuses.count(Status.OK)
+        self.num_put += statuses.count(Status.OK)
         return statuses
-
-
-class RenamingClient:
-    """The same around Mooncake's client."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        self.names = ""
-        self.num_stored = 0
-
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Ask for this round's."""
-        return list(self._native.batch_is_exist([f"{self.names}/{key}" for key in keys]))
-
-    def batch_put_from_multi_buffers(
-        self, keys: Sequence[str], addresses: Any, sizes: Any, how: Any
-    ) -> list[int]:
-        """Put under this round's names."""
-        named = [f"{self.names}/{key}" for key in keys]
-        codes = list(self._native.batch_put_from_multi_buffers(named, addresses, sizes, how))
-        self.num_stored += codes.count(0)
-        return codes
 
 
 def rows_of(num_rounds: int) -> Iterator[Row]:
     """Let both workers save the same requests in turns."""
-    from saving_sides import native_client
+    from native_client import WatchedClient, native_client
     from vllm_engine import HeldEngine, kv_caches
     from worker_halves import InTreeWorker, KVTideWorker
 
@@ -98,7 +76,7 @@ def rows_of(num_rounds: int) -> Iterator[Row]:
         pools = [stack.enter_context(MooncakePool(segment_bytes=POOL_BYTES)) for _ in range(2)]
         store = RenamingStore(open_store(pools[0].url))
         native, how = native_client(f"{pools[1].host}:{pools[1].port}", caches)
-        client = RenamingClient(native)
+        client = WatchedClient(native)
         stores = {"kvtide": store, "peer": client}
         workers = {
             "kvtide": KVTideWorker(caches, store=store),
@@ -109,9 +87,9 @@ def rows_of(num_rounds: int) -> Iterator[Row]:
             for what, workload in workloads.items():
                 for side, worker in workers.items():
                     stores[side].names = f"{round_id}, {what}"
-                    num_stored = stores[side].num_stored
+                    num_put = stores[side].num_put
                     spent = process_cpu_s(worker, workload, side)
-                    if stores[side].num_stored - num_stored != workload.num_keys:
+                    if stores[side].num_put - num_put != workload.num_keys:
                         raise RuntimeError(f"{side} did not save everything")
                     us.setdefault((what, side), []).append(1e6 * spent / workload.num_keys)
         workers["kvtide"].close()

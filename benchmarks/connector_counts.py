@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
+
+from native_client import WatchedClient
 
 
 class Counts(Protocol):
@@ -74,7 +75,7 @@ class InTreeCounts:
 
     def __init__(self, sending_thread: Any) -> None:
         self._thread = sending_thread
-        self._client = sending_thread.store = CountingClient(sending_thread.store)
+        self._client = sending_thread.store = WatchedClient(sending_thread.store)
 
     def num_saved(self) -> int:
         """See :class:`Counts`."""
@@ -87,21 +88,3 @@ class InTreeCounts:
     def is_saving(self) -> bool:
         """See :class:`Counts`."""
         return self._thread.request_queue.unfinished_tasks > 0
-
-
-class CountingClient:
-    """Mooncake's client, which counts the keys it put."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.num_put = 0
-        self.batch_is_exist = client.batch_is_exist
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def batch_put_from_multi_buffers(self, *arguments: Any) -> Sequence[int]:
-        """Put, and count what succeeded."""
-        codes: Sequence[int] = self._client.batch_put_from_multi_buffers(*arguments)
-        self.num_put += sum(code >= 0 for code in codes)
-        return codes

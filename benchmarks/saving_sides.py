@@ -19,11 +19,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from native_client import WatchedClient, native_client
 
 from kvtide.config import PoolConfig
 from kvtide.core.back_off import Delays
@@ -334,52 +335,6 @@ class KVTideSide:
 # ------------------------------------------------------------------------------ vLLM's own
 
 
-class CountedClient:
-    """Stands around Mooncake's client and counts what was stored."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        self.stored = Stored()
-
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Pass the question on."""
-        return list(self._native.batch_is_exist(keys))
-
-    def batch_put_from_multi_buffers(
-        self, keys: Sequence[str], addresses: Any, sizes: Sequence[Sequence[int]], how: Any
-    ) -> list[int]:
-        """Put, and count."""
-        codes = list(self._native.batch_put_from_multi_buffers(keys, addresses, sizes, how))
-        for key, value_sizes, code in zip(keys, sizes, codes, strict=True):
-            num_bytes, is_refused = sum(value_sizes), code == NO_SPACE
-            self.stored.note(key, num_bytes, is_stored=code == 0, is_refused=is_refused)
-        return codes
-
-
-def native_client(master: str, caches: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return Mooncake's client as vLLM's connector opens it, and how it is to put.
-
-    ``caches`` lie in one piece of memory, which it may read.
-    """
-    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-    from vllm.distributed.mooncake_store import MooncakeStoreConfig, setup_mooncake_store
-
-    native = MooncakeDistributedStore()
-    config = MooncakeStoreConfig(
-        metadata_server="P2PHANDSHAKE",
-        master_server_address=master,
-        protocol="tcp",
-        device_name="",
-        mode="standalone-store",
-        global_segment_size=0,
-        local_buffer_size=16 << 20,
-    )
-    setup_mooncake_store(native, config, master.rpartition(":")[0])
-    storage = next(iter(caches.values())).untyped_storage()
-    assert native.register_buffer(storage.data_ptr(), storage.nbytes()) == 0
-    return native, ReplicateConfig()
-
-
 class InTreeSide:
     """The sending thread of vLLM's MooncakeStoreConnector on the pool at ``master``."""
 
@@ -392,8 +347,8 @@ class InTreeSide:
         self._data = data
         self._caches = kv_caches()
         self._native, how = native_client(master, self._caches)
-        client = CountedClient(self._native)
-        self.stored = client.stored
+        self.stored = Stored()
+        client = WatchedClient(self._native, self._note)
         metadata = data.KeyMetadata("model", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0)
         database = data.ChunkedTokenDatabase(metadata, BLOCK)
         database.store_layout.register_kv_caches(list(self._caches.values()), NUM_BLOCKS)
@@ -423,6 +378,9 @@ class InTreeSide:
         self._next_job_id = 0
         self._open: set[int] = set()
         self._ended: set[str] = set()
+
+    def _note(self, key: str, num_bytes: int, code: int) -> None:
+        self.stored.note(key, num_bytes, is_stored=code == 0, is_refused=code == NO_SPACE)
 
     @property
     def num_open_jobs(self) -> int:

@@ -129,10 +129,11 @@ class KVTideWorker:
     ) -> None:
         config = kv_cache_config(len(next(iter(caches.values()))))
         blocks = TensorBlocks(caches, config, [0])
-        self._store = CountingStore()
+        self._counts = CountingStore()
+        """Used where no store is given."""
         self._worker = PoolWorker(
             blocks if with_copy else NoCopy(blocks),
-            self._store if store is None else store,
+            self._counts if store is None else store,
             PrefixDatabases([BLOCK], BLOCK),
             limits=WorkerLimits(staging_bytes=_STAGING_BYTES, load_staging_bytes=1 << 20),
             values=TAGGED if with_copy else BARE,
@@ -142,12 +143,12 @@ class KVTideWorker:
     @property
     def num_calls(self) -> int:
         """See :class:`Worker`."""
-        return self._store.num_calls
+        return self._counts.num_calls
 
     @property
     def num_keys(self) -> int:
         """See :class:`Worker`."""
-        return self._store.num_keys
+        return self._counts.num_keys
 
     def take(self, metadata: Any) -> None:
         """See :class:`Worker`."""
