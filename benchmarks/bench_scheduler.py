@@ -28,9 +28,9 @@ from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport, StoreJob
 from kvtide.core.keys import CacheIdentity, HashWindow, namespace_for
 from kvtide.core.lookup import LookupQuery, lookup
-from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.save_limits import SaveLimits
 from kvtide.core.scheduler import PoolScheduler, StepEvents
-from kvtide.core.transfer import RequestView
+from kvtide.core.transfer import RequestView, Scheduled
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 

@@ -20,7 +20,7 @@ from bench_lookup_keys import NAMESPACE, Model, vllm_spec
 
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.saving import SaveLimits
+from kvtide.core.save_limits import SaveLimits
 from kvtide.core.scheduler import PoolScheduler
 from kvtide.core.topology import ParallelSizes, Topology
 from kvtide.core.transfer import RequestView

@@ -32,8 +32,9 @@ from kvtide.core.batch import Batch
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention
 from kvtide.core.keys import CacheIdentity, namespace_for
-from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.save_limits import SaveLimits
 from kvtide.core.scheduler import PoolScheduler, StepEvents
+from kvtide.core.transfer import Scheduled
 from kvtide.engines.vllm.tensors import TensorBlocks
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.prefixes import PrefixDatabases

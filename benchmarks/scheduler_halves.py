@@ -22,10 +22,11 @@ from kvtide.core.batch import Batch
 from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport
 from kvtide.core.layout import GroupLayout, Region, StoreLayout
+from kvtide.engines.vllm.budgets import DECODE_JOB_TOKENS
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import IdentityNames
-from kvtide.engines.vllm.scheduler_side import DECODE_JOB_TOKENS, SchedulerSide
+from kvtide.engines.vllm.scheduler_side import SchedulerSide
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.stores import Status, Store
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.core.admission import AdmissionLimits
-from kvtide.core.saving import SavePolicy
+from kvtide.core.save_limits import SavePolicy
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore
 from kvtide.testing import Fault, FaultKind, FaultyStore

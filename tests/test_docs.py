@@ -19,9 +19,9 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.jobs import BoundaryJob, JobEnd, JobReport, StepPlan, unpack_ints
 from kvtide.core.keys import HashWindow
-from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.save_limits import SaveLimits
 from kvtide.core.scheduler import PoolScheduler, StepEvents
-from kvtide.core.transfer import HandOff
+from kvtide.core.transfer import HandOff, Scheduled
 from kvtide.errors import ConfigError, KVTideError
 from kvtide.metrics import COUNTERS, GAUGES
 from kvtide.runtime.tags import tag_for

@@ -210,7 +210,8 @@ class PoolConfig:
         "",
         "true or false",
         _flag,
-        "Save the KV cache of generated tokens too, not only that of prompts. A model with windows "
+        "Save the KV cache of generated tokens too, not only that of prompts: up to 128 at once, "
+        "and the rest with the request's end. A model with windows "
         "or states needs `--prefix-cache-retention-interval` too: vLLM's default keeps none there.",
     )
     min_load_tokens: int = _option(

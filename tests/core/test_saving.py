@@ -1,256 +1,15 @@
-"""Saving beside the offsets: the states that engines hand off, and proofs that come later."""
+"""Saving by offsets: what is saved when, and what a request that ends leaves."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import count
-
-import pytest
-
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba
-from kvtide.core.jobs import BoundaryJob, BoundaryPut, JobEnd, JobReport, StoreJob
-from kvtide.core.requests import RequestTracker
-from kvtide.core.saving import SaveLimits, SavePolicy, Saving, Scheduled
-from kvtide.core.transfer import HandOff, PlannedStore
-from kvtide.testing.requests import RecordingRequest, fake_hashes
+from kvtide.core.jobs import BoundaryPut, StoreJob
+from kvtide.core.save_limits import SavePolicy
+from kvtide.core.transfer import HandOff
+from tests.core.desk import Desk, puts_of
 
 STATES = Coordinator((FullAttention(16), Mamba(16)), 16)
-CUT = Coordinator((FullAttention(16), Mamba(16)), 4, partial_hits=True)
-DRAFTS = Coordinator(
-    (FullAttention(16), Mamba(16), FullAttention(16, proof_tokens=4)), 4, partial_hits=True
-)
-
-
-class Desk:
-    """Saving for one request, admitted with ``num_tokens`` tokens of which some are computed."""
-
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        num_tokens: int,
-        *,
-        num_computed: int = 0,
-        max_pinned_blocks: int = 1000,
-        policy: SavePolicy | None = None,
-    ) -> None:
-        self.counters: Counter[str] = Counter()
-        self.saving = Saving(
-            coordinator,
-            policy or SavePolicy(decode=True),
-            SaveLimits(max_pinned_blocks, 1 << 20),
-            num_ranks=1,
-            counters=self.counters,
-            take_job_id=count(1).__next__,
-        )
-        self.view = RecordingRequest(
-            num_tokens=num_tokens,
-            hashes=fake_hashes(num_tokens // coordinator.hash_block_size),
-            tables=[list(range(1, 50)) for _ in coordinator.groups],
-        )
-        self.tracker = RequestTracker("r", 0, num_tokens)
-        self.saving.begin(self.tracker, self.scheduled(num_computed, 0))
-
-    def scheduled(self, computed: int, num_tokens: int) -> Scheduled:
-        return Scheduled(self.view, computed, num_tokens, is_admission=False)
-
-    def publish(self, *offers: HandOff, certain: int = 1000, now_s: float = 0.0) -> list[int]:
-        """Hand states off; return the boundaries that are saved."""
-        planned = self.saving.publish(self.tracker, self.view, offers, certain, now_s)
-        self.jobs = [one.job for one in planned]
-        return [puts_of(one)[0].end_token for one in planned]
-
-    def certain(self, scheduled: Scheduled) -> int:
-        return self.saving.certain_token(self.tracker, scheduled)
-
-    def emit(self, scheduled: Scheduled) -> list[PlannedStore]:
-        """Save what a step makes certain."""
-        return list(self.saving.emit(self.tracker, self.view, self.certain(scheduled), 0.0))
-
-    def settle_proofs(self, scheduled: Scheduled) -> list[PlannedStore]:
-        """Save the proofs that a step computes."""
-        certain = self.certain(scheduled)
-        return list(self.saving.settle_proofs(self.tracker, scheduled, certain, 0.0))
-
-    def rest(self, scheduled: Scheduled) -> None:
-        """End a step."""
-        self.saving.rest(self.tracker, self.certain(scheduled))
-
-    def end(self, job_id: int, end: JobEnd) -> list[int]:
-        report = JobReport()
-        report.end(job_id, end)
-        return self.saving.on_report(report, 0.0)
-
-
-def puts_of(planned: PlannedStore) -> Sequence[BoundaryPut]:
-    """What a boundary job writes."""
-    assert isinstance(planned.job, BoundaryJob)
-    return planned.job.puts
-
-
-def test_each_boundary_that_is_offered_is_one_job() -> None:
-    """Two groups' states at one boundary go together."""
-    two = Coordinator((FullAttention(16), Mamba(16), Mamba(16)), 16)
-    desk = Desk(two, 100)
-    planned = desk.saving.publish(
-        desk.tracker,
-        desk.view,
-        [HandOff(1, 30, 32), HandOff(1, 31, 16), HandOff(2, 40, 32)],
-        96,
-        0.0,
-    )
-    assert [puts_of(one) for one in planned] == [
-        (BoundaryPut(1, 0, 16, 31),),
-        (BoundaryPut(1, 1, 32, 30), BoundaryPut(2, 1, 32, 40)),
-    ]
-    assert desk.saving.num_pinned_blocks == 3
-    assert desk.counters["boundary_jobs"] == 2
-
-
-def test_what_was_loaded_or_held_is_not_saved_again() -> None:
-    """The engine offers it like its own."""
-    desk = Desk(STATES, 100, num_computed=32)
-    assert desk.publish(HandOff(1, 30, 32), HandOff(1, 31, 48)) == [48]
-
-
-def test_states_where_no_request_can_resume_are_not_saved() -> None:
-    """Between the units of a model whose groups have blocks of different sizes."""
-    desk = Desk(Coordinator((FullAttention(32), Mamba(16)), 16), 100)
-    assert desk.publish(HandOff(1, 30, 16), HandOff(1, 31, 32)) == [32]
-
-
-@pytest.mark.parametrize(
-    "policy, saved",
-    [
-        (SavePolicy(prefill=True, decode=True), [64, 80]),
-        (SavePolicy(prefill=True, decode=False), [64]),
-        (SavePolicy(prefill=False, decode=True), [80]),
-        (SavePolicy(prefill=False, decode=False), []),
-    ],
-)
-def test_prefill_and_decode_are_told_apart_by_the_length_at_admission(
-    policy: SavePolicy, saved: list[int]
-) -> None:
-    """As they are for attention."""
-    desk = Desk(STATES, 70, policy=policy)
-    desk.view.block_hashes += fake_hashes(2)
-    assert desk.publish(HandOff(1, 30, 64), HandOff(1, 31, 80)) == saved
-
-
-def test_an_offer_in_the_null_block_is_no_job() -> None:
-    """There is nothing to write."""
-    desk = Desk(STATES, 100)
-    assert desk.publish(HandOff(1, 0, 32)) == []
-    assert desk.saving.num_open_jobs == 0
-
-
-def test_offers_beyond_the_budget_are_lost_and_counted() -> None:
-    """One is taken in any case where nothing is pinned; the next waits for nobody."""
-    desk = Desk(STATES, 100, max_pinned_blocks=0)
-    assert desk.publish(HandOff(1, 30, 32), HandOff(1, 31, 48)) == [32]
-    assert desk.counters["lost_boundaries"] == 1
-
-
-def test_offers_during_the_pools_back_off_are_lost_and_counted() -> None:
-    """A full store takes nothing of anybody; after the wait one job probes it."""
-    desk = Desk(STATES, 100)
-    assert desk.publish(HandOff(1, 30, 16)) == [16]
-    assert desk.end(desk.jobs[0].job_id, JobEnd.NO_SPACE) == [30]
-    assert desk.publish(HandOff(1, 31, 32)) == []
-    assert desk.counters["lost_boundaries"] == 2
-    assert desk.publish(HandOff(1, 32, 48), HandOff(1, 33, 64), now_s=100.0) == [48]
-
-
-def test_a_request_that_has_not_computed_anything_has_nothing_to_hand_off() -> None:
-    """It ended while it waited."""
-    desk = Desk(STATES, 100)
-    desk.tracker.progress = None
-    assert desk.publish(HandOff(1, 30, 32)) == []
-
-
-# ------------------------------------------------------------------ proofs that come later
-
-
-def owing() -> Desk:
-    """A request of 20 tokens whose boundary at 16 was handed off before its proof was computed."""
-    desk = Desk(DRAFTS, 20)
-    assert desk.publish(HandOff(1, 30, 16), certain=16) == [16]
-    assert len(desk.emit(desk.scheduled(0, 16))) == 1
-    return desk
-
-
-def test_a_proof_follows_in_the_step_that_computes_it() -> None:
-    """Nothing else is due there: the unit is not complete."""
-    desk = owing()
-    desk.rest(desk.scheduled(0, 16))
-    assert not desk.saving.is_due("r", 19)
-    assert desk.saving.is_due("r", 20)
-    assert desk.settle_proofs(desk.scheduled(16, 3)) == []
-    (planned,) = desk.settle_proofs(desk.scheduled(16, 4))
-    assert puts_of(planned) == (BoundaryPut(2, 1, 20, 2),)
-    assert desk.settle_proofs(desk.scheduled(16, 4)) == []
-
-
-def test_a_proof_that_a_store_job_covers_is_not_saved_by_itself() -> None:
-    """The whole block has a name that lookups of the boundary ask for, too."""
-    desk = owing()
-    desk.view.block_hashes += fake_hashes(4)
-    assert desk.settle_proofs(desk.scheduled(16, 16)) == []
-    [planned] = desk.emit(desk.scheduled(16, 16))
-    assert isinstance(planned.job, StoreJob)
-    assert planned.job.first_chunks == (1, 0, 1)
-
-
-def test_a_boundary_whose_proof_is_known_owes_nothing() -> None:
-    """It was all in one job."""
-    desk = Desk(DRAFTS, 20)
-    planned = desk.saving.publish(desk.tracker, desk.view, [HandOff(1, 30, 16)], 20, 0.0)
-    assert [len(puts_of(one)) for one in planned] == [2]
-    assert desk.tracker.progress is not None
-    assert not desk.tracker.progress.owed_proofs
-
-
-def drafting(num_tokens: int, **limits: int) -> Desk:
-    """A request of a model whose units have 8 tokens and whose draft model's blocks have 4."""
-    groups = (FullAttention(8), FullAttention(4, proof_tokens=4))
-    return Desk(Coordinator(groups, 4), num_tokens, **limits)
-
-
-def settled(desk: Desk, computed: int, num_tokens: int) -> list[Sequence[BoundaryPut]]:
-    """What a step writes of proofs."""
-    scheduled = desk.scheduled(computed, num_tokens)
-    return [puts_of(one) for one in desk.settle_proofs(scheduled)]
-
-
-def test_the_last_range_of_a_prefill_is_proven_at_its_end() -> None:
-    """The unit behind it never fills, but for the draft model's block. Before, the next may."""
-    desk = drafting(22)
-    assert len(desk.emit(desk.scheduled(0, 16))) == 1
-    assert settled(desk, 0, 16) == []
-    desk.rest(desk.scheduled(0, 16))
-    assert not desk.saving.is_due("r", 21)
-    assert desk.saving.is_due("r", 22)
-    assert settled(desk, 20, 2) == [(BoundaryPut(1, 4, 20, 5),)]
-    assert settled(desk, 22, 1) == []
-
-
-@pytest.mark.parametrize("num_tokens", range(17, 33))
-def test_a_proof_is_saved_for_any_length_of_prompt(num_tokens: int) -> None:
-    """Seen as an engine sees it that leaves out what is not due: 16 tokens a step."""
-    desk = drafting(num_tokens)
-    written = []
-    for computed in range(0, num_tokens, 16):
-        scheduled = desk.scheduled(computed, min(16, num_tokens - computed))
-        if desk.saving.is_due("r", computed + scheduled.num_scheduled_tokens):
-            desk.emit(scheduled)
-            written += settled(desk, computed, scheduled.num_scheduled_tokens)
-            desk.rest(scheduled)
-    last = num_tokens // 8 * 8
-    has_proof = num_tokens % 8 >= 4
-    chunk = last // 4
-    expected = [(BoundaryPut(1, chunk, last + 4, chunk + 1),)] if has_proof else []
-    assert written == expected
 
 
 def test_tokens_that_are_not_settled_are_saved_some_steps_later() -> None:
@@ -261,12 +20,12 @@ def test_tokens_that_are_not_settled_are_saved_some_steps_later() -> None:
     assert isinstance(job.job, StoreJob)
     assert job.job.end_token == 8
     desk.rest(desk.scheduled(0, 16))
-    assert [n for n in (16, 17, 18, 19) if desk.saving.is_due("r", n)] == [18, 19]
+    assert [n for n in (16, 17, 18, 19) if desk.saving.agenda.is_due("r", n)] == [18, 19]
     (rest,) = desk.emit(desk.scheduled(17, 1))
     assert isinstance(rest.job, StoreJob)
     assert (rest.job.start_token, rest.job.end_token) == (8, 16)
     desk.rest(desk.scheduled(17, 1))
-    assert not desk.saving.is_due("r", 1000)
+    assert not desk.saving.agenda.is_due("r", 1000)
 
 
 def test_what_another_connector_loaded_is_saved() -> None:
@@ -281,35 +40,31 @@ def test_what_another_connector_loaded_is_saved() -> None:
     assert desk.tracker.progress.scheduled_offset == 32
 
 
-def test_a_proof_waits_for_the_budget() -> None:
-    """It is not lost as a state would be: its block stays."""
-    desk = drafting(14, max_pinned_blocks=3)
-    (job,) = desk.emit(desk.scheduled(0, 8))
-    assert settled(desk, 8, 6) == []
-    desk.end(job.job.job_id, JobEnd.STORED)
-    assert len(settled(desk, 14, 1)) == 1
-
-
-def test_a_proof_whose_block_is_gone_is_given_up_and_counted() -> None:
-    """The engine has freed it, or never filled it."""
-    desk = drafting(22)
-    assert len(desk.emit(desk.scheduled(0, 16))) == 1
-    desk.view.tables[1][4] = 0
-    assert settled(desk, 16, 6) == []
-    assert desk.counters["skipped_null_chunks"] == 1
-    assert desk.tracker.progress is not None
-    assert not desk.tracker.progress.owed_proofs
-
-
-def test_a_decode_owes_no_proof() -> None:
-    """Its next unit proves the last; where there is none, a last boundary is lost."""
-    desk = drafting(14)
-    desk.view.block_hashes += fake_hashes(8)
-    assert len(desk.emit(desk.scheduled(8, 8))) == 1
-    assert desk.tracker.progress is not None
-    assert not desk.tracker.progress.owed_proofs
-
-
 def test_it_tells_what_is_open_and_held() -> None:
     """For whoever looks at an engine that waits."""
-    assert repr(Desk(CUT, 64).saving) == "<Saving [0 jobs, 0 blocks pinned]>"
+    assert repr(Desk(STATES, 64).saving) == "<Saving [0 jobs, 0 blocks pinned]>"
+
+
+def test_a_request_that_ends_leaves_its_states_first() -> None:
+    """Then what its last steps completed; and after that nothing, however often it is told."""
+    desk = Desk(STATES, 40)
+    first, second = desk.saving.finish(desk.tracker, desk.view, [HandOff(1, 9, 32)], 40, 0.0)
+    assert puts_of(first) == (BoundaryPut(1, 1, 32, 9),)
+    assert isinstance(second.job, StoreJob)
+    assert (second.job.start_token, second.job.end_token) == (0, 32)
+    assert desk.saving.finish(desk.tracker, desk.view, (), 40, 0.0) == []
+
+
+def test_a_request_that_ends_before_it_computed_anything_leaves_nothing() -> None:
+    """It has no blocks."""
+    desk = Desk(STATES, 40)
+    desk.tracker.progress = None
+    assert desk.saving.finish(desk.tracker, desk.view, [HandOff(1, 9, 32)], 40, 0.0) == []
+
+
+def test_of_a_request_that_ends_no_more_is_saved_than_the_role_saves() -> None:
+    """What it decoded only where decodes are saved."""
+    desk = Desk(STATES, 16, policy=SavePolicy(decode=False))
+    [only] = desk.saving.finish(desk.tracker, desk.view, (), 48, 0.0)
+    assert isinstance(only.job, StoreJob)
+    assert only.job.end_token == 16

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtide.core.admission import AdmissionLimits
+from kvtide.core.agenda import MAX_STEP_JOBS
 from kvtide.core.back_off import Delays
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
@@ -24,10 +25,10 @@ from kvtide.core.jobs import (
     unpack_ints,
 )
 from kvtide.core.keys import KeyMetadata
-from kvtide.core.saving import MAX_STEP_JOBS, SaveLimits, SavePolicy, Scheduled
+from kvtide.core.save_limits import SaveLimits, SavePolicy
 from kvtide.core.scheduler import UNKNOWN_PREFIX_ID, PoolScheduler, StepEvents
 from kvtide.core.topology import WHOLE
-from kvtide.core.transfer import HandOff
+from kvtide.core.transfer import HandOff, Scheduled
 from kvtide.testing.lookups import ManualLookups
 from kvtide.testing.requests import RecordingRequest, fake_hashes
 

@@ -10,7 +10,7 @@ import pytest
 from kvtide.core import scheduler as core_scheduler
 from kvtide.core.groups import FullAttention, Mamba, SlidingWindow
 from kvtide.core.jobs import LoadJob, pack_ints, unpack_ints
-from kvtide.core.saving import SavePolicy
+from kvtide.core.save_limits import SavePolicy
 from kvtide.core.scheduler import StepEvents, StepOutcome
 from kvtide.core.transfer import plan_load
 from kvtide.runtime.limits import WorkerLimits
@@ -266,8 +266,8 @@ def test_a_load_into_the_wrong_blocks_shows_in_the_tokens(
             firsts[group_id] -= 1
             tails[group_id] -= 4
         tables[group_id] = pack_ints(unpack_ints(tables[group_id])[::-1])
-        return replace(
-            job, block_ids=tuple(tables), first_chunks=tuple(firsts), tail_tokens=tuple(tails)
+        return job._replace(
+            block_ids=tuple(tables), first_chunks=tuple(firsts), tail_tokens=tuple(tails)
         )
 
     monkeypatch.setattr(core_scheduler, "plan_load", plan_wrongly)

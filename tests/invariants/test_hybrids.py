@@ -11,7 +11,7 @@ import pytest
 
 from kvtide.core.groups import FullAttention, Group, Mamba, SlidingWindow
 from kvtide.core.jobs import BoundaryJob
-from kvtide.core.saving import SavePolicy
+from kvtide.core.save_limits import SavePolicy
 from kvtide.core.topology import ParallelSizes
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.runtime.tags import TAG_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtide.core.admission import AdmissionLimits
-from kvtide.core.saving import SavePolicy
+from kvtide.core.save_limits import SavePolicy
 from kvtide.core.topology import ParallelSizes
 from kvtide.runtime.limits import WorkerLimits
 from kvtide.stores.memory import MemoryStore

@@ -17,8 +17,9 @@ from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import JobReport, LoadJob, StepPlan
 from kvtide.core.keys import BlockHashes, PrefixTable
 from kvtide.core.requests import RequestEvent, RequestState, RequestTracker
-from kvtide.core.saving import SaveLimits, SavePolicy, Saving, Scheduled
-from kvtide.core.transfer import HandOff, PlannedStore, RequestView, plan_load
+from kvtide.core.save_limits import SaveLimits, SavePolicy
+from kvtide.core.saving import Saving
+from kvtide.core.transfer import HandOff, PlannedStore, RequestView, Scheduled, plan_load
 
 UNKNOWN_PREFIX_ID = -1
 """No worker ever learns a namespace for it."""
@@ -262,8 +263,13 @@ class PoolScheduler:
         ended, self._pending_saves = self._pending_saves, []
         planned: list[PlannedStore] = []
         for scheduled in events.scheduled:
-            hand_offs = events.hand_offs.get(scheduled.view.request_id, ())
-            planned.extend(self._save(scheduled, hand_offs, len(planned), now_s))
+            tracker = self._trackers.get(scheduled.view.request_id)
+            if tracker is None:
+                continue
+            self._on_scheduled(tracker, scheduled)
+            if self._saving.policy.any and tracker.prefix_id is not None:
+                hand_offs = events.hand_offs.get(tracker.request_id, ())
+                planned += self._saving.save(tracker, scheduled, hand_offs, len(planned), now_s)
         pins: list[int] = []
         for one in planned:
             pins += one.pinned_block_ids
@@ -275,38 +281,12 @@ class PoolScheduler:
         plan = StepPlan(prefixes, tuple(stores), loads, cancelled, mended)
         return StepOutcome(plan, pins)
 
-    def _save(
-        self,
-        scheduled: Scheduled,
-        hand_offs: Sequence[HandOff],
-        num_planned: int,
-        now_s: float,
-    ) -> Iterable[PlannedStore]:
-        """Follow a scheduled request, and yield this step's jobs for it.
-
-        ``num_planned`` jobs of the step come before.
-        """
-        tracker = self._trackers.get(scheduled.view.request_id)
-        if tracker is None:
-            return
-        self._on_scheduled(tracker, scheduled)
-        if not self._saving.policy.any or tracker.prefix_id is None:
-            return
-        certain = self._saving.certain_token(tracker, scheduled)
-        if hand_offs:  # first, since an offer that is not taken now is lost
-            yield from self._saving.publish(tracker, scheduled.view, hand_offs, certain, now_s)
-        if not self._saving.has_turn(tracker, scheduled, num_planned):
-            return
-        yield from self._saving.emit(tracker, scheduled.view, certain, now_s)
-        yield from self._saving.settle_proofs(tracker, scheduled, certain, now_s)
-        self._saving.rest(tracker, certain)
-
     def is_due(self, request_id: str, num_tokens: int) -> bool:
         """Tell whether :meth:`step` must be told of a request that goes on to ``num_tokens``.
 
         An engine may leave out of a step's events what is not due; admissions always are.
         """
-        return self._saving.is_due(request_id, num_tokens)
+        return self._saving.agenda.is_due(request_id, num_tokens)
 
     def _on_scheduled(self, tracker: RequestTracker, scheduled: Scheduled) -> None:
         """Begin a life where the engine admits the request, and find where its first job starts."""
@@ -321,7 +301,7 @@ class PoolScheduler:
             return
         self._admission.drop(tracker.request_id)
         self._admission.room.leave(tracker.request_id)
-        self._saving.forget(tracker.request_id)
+        self._saving.agenda.forget(tracker.request_id)
         self._saving.begin(tracker, scheduled)
 
     # ------------------------------------------------------------------ reports
@@ -399,7 +379,7 @@ class PoolScheduler:
 
     def _forget(self, request_id: str) -> None:
         self._admission.drop(request_id)
-        self._saving.forget(request_id)
+        self._saving.agenda.forget(request_id)
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return

@@ -76,6 +76,18 @@ class HandOff(NamedTuple):
     boundary: int
 
 
+class Scheduled(NamedTuple):
+    """One request of a step: ``num_computed_tokens`` before it, ``num_scheduled_tokens`` in it.
+
+    ``is_admission`` says that the engine (re)admits the request in this step.
+    """
+
+    view: RequestView
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    is_admission: bool
+
+
 class PlannedStore(NamedTuple):
     """A job, the blocks that must stay as they are until every rank has staged it, and a count.
 

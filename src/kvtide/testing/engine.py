@@ -27,8 +27,9 @@ from dataclasses import replace
 
 from kvtide.core.chunks import ChunkedTokenDatabase
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.saving import SaveLimits, Scheduled
+from kvtide.core.save_limits import SaveLimits
 from kvtide.core.scheduler import PoolScheduler, StepEvents
+from kvtide.core.transfer import Scheduled
 from kvtide.runtime.lookup import LookupExecutor
 from kvtide.stores.base import Store
 from kvtide.testing.engine_batch import BatchScheduler, Decisions

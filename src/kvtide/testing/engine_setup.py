@@ -9,7 +9,7 @@ from enum import Enum
 from kvtide.core.admission import AdmissionLimits
 from kvtide.core.back_off import Delays
 from kvtide.core.groups import FullAttention, Group
-from kvtide.core.saving import SavePolicy
+from kvtide.core.save_limits import SavePolicy
 from kvtide.core.topology import ParallelSizes, Split, Topology
 from kvtide.runtime.limits import WorkerLimits
 

@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvtide.config import PoolConfig
-from kvtide.core.admission import AdmissionLimits
-from kvtide.core.back_off import Delays
-from kvtide.core.coordinator import Coordinator
 from kvtide.core.jobs import StepPlan
-from kvtide.core.layout import StoreLayout
-from kvtide.core.saving import SaveLimits, SavePolicy, Scheduled
+from kvtide.core.save_limits import SavePolicy
 from kvtide.core.scheduler import PoolScheduler, StepEvents
 from kvtide.core.topology import ParallelSizes
-from kvtide.core.transfer import HandOff
+from kvtide.core.transfer import HandOff, Scheduled
 from kvtide.engines.lora import PENDING, Pending
 from kvtide.engines.vllm import features
+from kvtide.engines.vllm.budgets import Budgets
 from kvtide.engines.vllm.formats import PoolFormat
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import Names
@@ -32,21 +29,10 @@ from kvtide.engines.vllm.stages import Agreement, agree
 from kvtide.engines.vllm.stats_file import StatsFile
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.engines.vllm.view import EngineTables, VllmRequestView
-from kvtide.errors import ConfigError
 from kvtide.runtime.lookup import LookupExecutor
-from kvtide.runtime.values import ValueFormat
 from kvtide.stores import Store
-from kvtide.units import format_size
 
 logger = logging.getLogger(__name__)
-
-JOB_SHARE_OF_STAGING = 4
-"""A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
-MAX_JOB_VALUES = 512
-"""A job stores at most so many: what fails, or waits to be staged, comes in small portions."""
-DECODE_JOB_TOKENS = 128
-"""What a request decodes is saved so many tokens at a time: to others it is of use when the request
-has ended, and a job of eight blocks costs little more than one of one."""
 
 
 class SchedulerSide:
@@ -125,6 +111,7 @@ class SchedulerSide:
             return
         config = self._config
         coordinator = self._tables.coordinator
+        budgets = Budgets(config, self._plan, agreement.layouts, self._format.values)
         keys = self._format.keys(self._sizes)
         self._lookups = LookupExecutor(
             self._store,
@@ -133,40 +120,12 @@ class SchedulerSide:
             timeout_s=config.lookup_timeout_ms / 1000,
             max_bad_keys=config.max_bad_keys,
         )
-        unit_bytes = max(
-            _bytes_per_unit(coordinator, layout, self._format.values)
-            for layout in agreement.layouts
-        )
-        _check_sizes(config, unit_bytes)
-        unit = coordinator.lcm_block_size
-        units = config.staging_size // unit_bytes
-        most_values = max(
-            group.values_per_block for layout in agreement.layouts for group in layout.groups
-        )
-        job_units = min(
-            MAX_JOB_VALUES // max(1, coordinator.max_stored_per_unit * most_values),
-            units // JOB_SHARE_OF_STAGING,
-        )
         num_blocks = len(self._tables.manager.block_pool.blocks)
         self._scheduler = PoolScheduler(
             coordinator,
             self._lookups,
-            limits=SaveLimits(
-                max_pinned_blocks=int(config.pin_fraction * num_blocks),
-                max_job_tokens=unit * max(1, job_units),
-                max_open_tokens=unit * units,
-                delays=Delays(config.backoff_s, config.max_backoff_s),
-                decode_job_tokens=DECODE_JOB_TOKENS,
-            ),
-            admission=AdmissionLimits(
-                lookup_wait_s=config.lookup_wait_ms / 1000,
-                max_loads=config.max_loads_in_flight,
-                max_load_tokens=config.max_load_bytes // unit_bytes * unit,
-                num_blocks=num_blocks,
-                max_step_tokens=self._plan.max_step_tokens,
-                min_load_tokens=config.min_load_tokens,
-                delays=Delays(config.backoff_s, config.max_load_backoff_s),
-            ),
+            limits=budgets.save_limits(num_blocks),
+            admission=budgets.admission_limits(num_blocks),
             saves=SavePolicy(
                 prefill=config.saves_prefill,
                 decode=config.save_decode_cache,
@@ -387,34 +346,5 @@ class SchedulerSide:
             self._store.close()
 
 
-def _check_sizes(config: PoolConfig, unit_bytes: int) -> None:
-    """Refuse budgets that not even one block of this model fits into: nothing would ever move.
-
-    Raises:
-        ConfigError: names each such setting, and what it needs.
-    """
-    faults = [
-        f"{name} is {format_size(size)}, but one block of this model takes "
-        f"{format_size(unit_bytes)}: set it to {format_size(JOB_SHARE_OF_STAGING * unit_bytes)} "
-        "or more"
-        for name, size in (
-            ("staging_size", config.staging_size),
-            ("max_load_bytes", config.max_load_bytes),
-        )
-        if size < unit_bytes
-    ]
-    if faults:
-        raise ConfigError(faults)
-
-
 def _if_known(namespace: str | Pending | None) -> str | None:
     return namespace if isinstance(namespace, str) else None
-
-
-def _bytes_per_unit(coordinator: Coordinator, layout: StoreLayout, values: ValueFormat) -> int:
-    """Return the staging bytes of ``lcm_block_size`` tokens over all groups, on one rank."""
-    unit = coordinator.lcm_block_size
-    return sum(
-        unit // group.block_size * held.values_per_block * values.row_bytes(held.payload_bytes)
-        for group, held in zip(coordinator.groups, layout.groups, strict=True)
-    )

@@ -1,0 +1,66 @@
+"""The configured sizes become tokens, blocks and jobs of a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtide.config import PoolConfig
+from kvtide.core.groups import FullAttention
+from kvtide.core.layout import GroupLayout, StoreLayout
+from kvtide.engines.vllm.budgets import DECODE_JOB_TOKENS, MAX_JOB_VALUES, Budgets
+from kvtide.engines.vllm.translate import GroupPlan
+from kvtide.errors import ConfigError
+from kvtide.runtime.values import BARE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+PLAN = GroupPlan(
+    groups=(FullAttention(16),),
+    group_ids=(0,),
+    hash_block_size=16,
+    specs=({},),
+    num_layers=(1,),
+)
+
+
+def budgets(*block_bytes: int, **options: object) -> Budgets:
+    """Budgets of ranks with blocks of so many bytes."""
+    layouts = [StoreLayout((GroupLayout(16, (each,), "bytes"),)) for each in block_bytes]
+    return Budgets(PoolConfig.from_mapping(options), PLAN, layouts, BARE)
+
+
+def test_sizes_are_told_in_blocks_of_the_largest_rank() -> None:
+    """A job takes a quarter of the staging memory; loads take what they may hold."""
+    one = budgets(1 << 20, 2 << 20, staging_size="64MiB", max_load_bytes="128MiB")
+    saves, admission = one.save_limits(1000), one.admission_limits(1000)
+    assert saves.max_open_tokens == 32 * 16
+    assert saves.max_job_tokens == 8 * 16
+    assert admission.max_load_tokens == 64 * 16
+    assert admission.num_blocks == 1000
+
+
+def test_pins_are_a_share_of_the_engines_blocks() -> None:
+    """As configured."""
+    assert budgets(4096, pin_fraction=0.25).save_limits(1000).max_pinned_blocks == 250
+
+
+def test_small_blocks_come_in_jobs_of_a_bounded_number_of_values() -> None:
+    """However many of them staging could take; and decodes in portions."""
+    saves = budgets(4096).save_limits(1000)
+    assert saves.max_job_tokens == MAX_JOB_VALUES * 16
+    assert saves.decode_job_tokens == DECODE_JOB_TOKENS
+
+
+def test_a_block_that_hardly_fits_may_still_be_a_job() -> None:
+    """A quarter of the staging memory is less than one."""
+    assert budgets(1 << 20, staging_size="2MiB").save_limits(1000).max_job_tokens == 16
+
+
+def test_sizes_below_one_block_are_refused_together() -> None:
+    """Nothing would ever be saved or loaded, and nothing would say why."""
+    with pytest.raises(ConfigError) as refused:
+        budgets(4 << 20, staging_size="1MiB", max_load_bytes="1MiB")
+    assert [fault.split(" is ")[0] for fault in refused.value.faults] == [
+        "staging_size",
+        "max_load_bytes",
+    ]
