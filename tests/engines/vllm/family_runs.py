@@ -22,7 +22,7 @@ from tests.engines.vllm.engines import InProcessEngine, engine
 from tests.engines.vllm.environment import report, run_script
 from tests.engines.vllm.families import BY_MODEL, NUM_OUTPUT_TOKENS, Family
 from tests.engines.vllm.models import build
-from tests.engines.vllm.pool_bytes import Digests, Requests, in_blocks, in_pool
+from tests.engines.vllm.pool_bytes import Digests, Requests, in_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,14 @@ def run_cold(family: Family, model: Path, url: str) -> Cold:
     with engine(model, url, options=options, **family.arguments) as one:
         requests = Requests(one)
         [output] = one.run(family.first, num_tokens=NUM_OUTPUT_TOKENS)
-        request, block_ids = requests.last
         one.settle()
+        request, blocks = requests.in_blocks(0)
         return Cold(
             tokens=list(output.outputs[0].token_ids),
             hit=output.num_cached_tokens,
             saved_bytes=one.counters["saved_bytes"],
             saved_chunks=one.counters["saved_chunks"],
-            in_blocks=in_blocks(one, request, block_ids),
+            in_blocks=blocks,
             in_pool=in_pool(one, url, request),
         )
 
@@ -161,10 +161,9 @@ def run_warm(family: Family, model: Path, url: str, output: list[int]) -> Warm:
         requests = Requests(one)
         num_tokens = NUM_OUTPUT_TOKENS - family.num_decoded
         [again] = one.run(family.again(output), num_tokens=num_tokens)
-        request, block_ids = requests.last
         one.settle()
         counters = one.counters
-        blocks = in_blocks(one, request, block_ids)
+        _, blocks = requests.in_blocks(0)
         answers = {"again": again}
         for name, prompt in (("partial", family.partial), ("turn", family.turn(output))):
             one.forget_local()

@@ -20,22 +20,27 @@ Digests = dict[str, str]
 
 
 class Requests:
-    """The requests that an engine has served, with the blocks they had in the end."""
+    """The requests that an engine has served, with what their own blocks held in the end."""
 
     def __init__(self, one: InProcessEngine) -> None:
-        self.served: list[tuple[Any, tuple[list[int], ...]]] = []
+        self._one = one
+        self.served: list[tuple[Any, Digests]] = []
         finished = one.connector.request_finished_all_groups
 
         def note(request: Any, block_ids: tuple[list[int], ...]) -> Any:
-            self.served.append((request, block_ids))
+            self.served.append((request, _in_own_blocks(one, request, block_ids)))
             return finished(request, block_ids)
 
         one.connector.request_finished_all_groups = note
 
-    @property
-    def last(self) -> tuple[Any, tuple[list[int], ...]]:
-        """The last of them."""
-        return self.served[-1]
+    def in_blocks(self, number: int = -1) -> tuple[Any, Digests]:
+        """Return a request, and the chunks that the engine's own prefix cache still has after it.
+
+        Where the engine has no such cache, as for MLA, those that the request's own blocks held.
+        """
+        request, own = self.served[number]
+        has_cache = self._one.core.scheduler.kv_cache_manager.enable_caching
+        return request, _in_cache(self._one, request) if has_cache else own
 
 
 def _chunks(one: InProcessEngine, request: Any) -> Iterator[tuple[int, int, bytes]]:
@@ -47,27 +52,35 @@ def _chunks(one: InProcessEngine, request: Any) -> Iterator[tuple[int, int, byte
             yield index, chunk, block_hash
 
 
-def in_blocks(one: InProcessEngine, request: Any, block_ids: tuple[list[int], ...]) -> Digests:
-    """Read the chunks that the engine's own prefix cache still has after ``request``.
-
-    Where the engine has none, as for MLA, what lies where the request's own blocks were: nobody
-    has been given them since.
-    """
-    manager = one.core.scheduler.kv_cache_manager
+def _in_cache(one: InProcessEngine, request: Any) -> Digests:
+    """Read the chunks of ``request`` that the engine's own prefix cache has."""
+    pool = one.core.scheduler.kv_cache_manager.block_pool
     group_ids = one.connector._scheduler_side._plan.group_ids
-    memory = one.worker._memory
     found = {}
     for index, chunk, block_hash in _chunks(one, request):
-        if manager.enable_caching:
-            cached = manager.block_pool.get_cached_block(block_hash, [group_ids[index]])
-            block_id = cached[0].block_id if cached else None
-        else:
-            block_id = block_ids[group_ids[index]][chunk]
-        if block_id is not None:
-            out = np.zeros((1, memory.layout.groups[index].payload_bytes), dtype=np.uint8)
-            memory.read(index, [block_id], out)
-            found[f"{index}/{chunk}"] = hashlib.sha256(out.tobytes()).hexdigest()
+        cached = pool.get_cached_block(block_hash, [group_ids[index]])
+        if cached:
+            found[f"{index}/{chunk}"] = _digest(one, index, cached[0].block_id)
     return found
+
+
+def _in_own_blocks(one: InProcessEngine, request: Any, block_ids: tuple[list[int], ...]) -> Digests:
+    """Read the chunks of ``request`` in the blocks that it has, as far as it has them."""
+    group_ids = one.connector._scheduler_side._plan.group_ids
+    found = {}
+    for index, chunk, _ in _chunks(one, request):
+        table = block_ids[group_ids[index]]
+        if chunk < len(table):
+            found[f"{index}/{chunk}"] = _digest(one, index, table[chunk])
+    return found
+
+
+def _digest(one: InProcessEngine, index: int, block_id: int) -> str:
+    """Read a block."""
+    memory = one.worker._memory
+    out = np.zeros((1, memory.layout.groups[index].payload_bytes), dtype=np.uint8)
+    memory.read(index, [block_id], out)
+    return hashlib.sha256(out.tobytes()).hexdigest()
 
 
 def in_pool(one: InProcessEngine, url: str, request: Any) -> Digests:
