@@ -57,7 +57,7 @@ format: $(LINT)/.done ## rewrite the sources the way `make lint` wants them
 	@$(LINT)/bin/ruff format .
 	@$(LINT)/bin/ruff check --fix .
 
-bench: $(VENV)/.test ## run the benchmarks: ratios within one run, into build/bench/summary.json (25 min)
+bench: $(VENV)/.vllm $(VENV)/.test ## run the benchmarks beside vLLM: ratios within one run, into build/bench/summary.json (25 min)
 	@rm -rf build/bench
 	@for script in benchmarks/bench_*.py; do \
 	  [ -e "$$script" ] || { echo "no benchmarks yet"; exit 0; }; \

@@ -210,8 +210,9 @@ class PoolConfig:
         "",
         "true or false",
         _flag,
-        "Save the KV cache of generated tokens too, not only that of prompts: up to 128 at once, "
-        "and the rest with the request's end. A model with windows "
+        "Save the KV cache of generated tokens too, not only that of prompts: 128 at a time, or a "
+        "block where that is larger; with windows or states fewer; and the rest with the request's "
+        "end, unless saving backs off or has no room then. A model with windows "
         "or states needs `--prefix-cache-retention-interval` too: vLLM's default keeps none there.",
     )
     min_load_tokens: int = _option(

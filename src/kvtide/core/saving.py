@@ -4,8 +4,8 @@ Theory of operation. These rules keep it right:
 
 * **Only certain tokens are saved.** After a step, ``min(computed + scheduled, hashed)`` tokens of
   a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
-  Whenever that passes a multiple of ``lcm_block_size``, one job covers
-  ``[scheduled_offset, aligned)`` and nothing below it is touched.
+  Jobs cover ``[scheduled_offset, aligned)``, in whole ``lcm_block_size``, and nothing below it is
+  touched.
 * **Decodes are saved in portions** of several units, and the rest with the request's end
   (``agenda``).
 * **States are saved when the engine hands them off**, beside the offsets (``publishing``).

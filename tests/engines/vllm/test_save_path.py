@@ -56,13 +56,13 @@ def test_a_job_costs_the_same_bytes_at_any_context_and_the_peers_grow(bench: Any
 def test_requests_that_decode_share_two_calls_and_the_peer_makes_two_for_each(bench: Any) -> None:
     """And kvtide makes them for eight blocks of each; every key is put by every worker."""
     rows = {row.case: row for row in bench.worker_rows(8 << 10, (4,), 1)}
-    calls = rows["d. 4 requests complete a block: calls"]
+    calls = rows["d. 4 requests decode: calls for a block of each"]
     assert (8 * calls.kvtide, calls.peer, calls.met) == (2, 8, True)
     judged = {
         "c. worker, a key of prefill at 8k": "<= 1/3",
         "c. worker, a key of decode at 8k": "<= 1/5",
         "c. worker, a key of 4 requests that decode": "<= 1/5",
-        "d. 4 requests complete a block: a key": "<= 5",
+        "d. 4 requests decode: a key": "<= 5",
     }
     for case, goal in judged.items():
         assert rows[case].goal == rows[f"{case}, without copy and tag"].goal == goal
