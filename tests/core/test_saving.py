@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtide.core.coordinator import Coordinator
 from kvtide.core.groups import FullAttention, Mamba
-from kvtide.core.jobs import BoundaryPut, StoreJob
+from kvtide.core.jobs import BoundaryPut, JobEnd, StoreJob
 from kvtide.core.save_limits import SavePolicy
 from kvtide.core.transfer import HandOff
 from tests.core.desk import Desk, puts_of
@@ -68,3 +68,19 @@ def test_of_a_request_that_ends_no_more_is_saved_than_the_role_saves() -> None:
     [only] = desk.saving.finish(desk.tracker, desk.view, (), 48, 0.0)
     assert isinstance(only.job, StoreJob)
     assert only.job.end_token == 16
+
+
+def test_what_there_is_no_room_for_at_the_end_is_given_up_and_counted() -> None:
+    """Nobody has its blocks any more; so is what a job that failed had not saved."""
+    desk = Desk(STATES, 100, max_pinned_blocks=3)
+    desk.emit(desk.scheduled(0, 20))
+    assert desk.saving.num_pinned_blocks == 1
+    [rest] = desk.saving.finish(desk.tracker, desk.view, (), 100, 0.0)
+    assert isinstance(rest.job, StoreJob)
+    assert (rest.job.start_token, rest.job.end_token) == (16, 32)
+    assert desk.counters["given_up_tokens"] == 96 - 32
+    failing = Desk(STATES, 40)
+    [planned] = failing.emit(failing.scheduled(0, 40))
+    failing.end(planned.job.job_id, JobEnd.FAILED)
+    assert failing.saving.finish(failing.tracker, failing.view, (), 40, 0.0) == []
+    assert failing.counters["given_up_tokens"] == 32

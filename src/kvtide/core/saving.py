@@ -216,8 +216,13 @@ class Saving:
         num_computed_tokens: int,
         now_s: float,
     ) -> list[PlannedStore]:
-        """Return the jobs of a request that ends: states, what was put off, and proofs owed."""
-        if tracker.progress is None:
+        """Return the jobs of a request that ends: states, what was put off, and proofs owed.
+
+        An engine that hands states off with the end tells of it twice, at last without any. What the
+        budget or a back-off forbids by then is given up, and counted.
+        """
+        progress = tracker.progress
+        if progress is None:
             return []
         computed = num_computed_tokens - self.policy.num_unsettled_tokens
         planned = self.publishing.publish(tracker, view, hand_offs, computed, now_s)
@@ -225,6 +230,10 @@ class Saving:
         certain = self.certain_token(tracker, ended)
         planned += self.emit(tracker, view, certain, now_s, is_last=True)
         planned += self.publishing.settle_proofs(tracker, ended, certain, now_s)
+        reached = progress.saved_offset if progress.must_rewind else progress.scheduled_offset
+        num_left = self._coordinator.aligned(certain) - reached
+        if num_left > 0 and not hand_offs:
+            self._counters["given_up_tokens"] += num_left
         return planned
 
     # ------------------------------------------------------------------ reports
