@@ -67,7 +67,7 @@ class Desk:
 
     def rest(self, scheduled: Scheduled) -> None:
         """End a step."""
-        self.saving.agenda.rest(self.tracker, self.certain(scheduled))
+        self.saving.agenda.put_off(self.tracker, self.certain(scheduled))
 
     def end(self, job_id: int, end: JobEnd) -> list[int]:
         report = JobReport()

@@ -31,7 +31,7 @@ def tracker(num_admitted: int, saved: int) -> RequestTracker:
 
 def due_token(one: Agenda, request: RequestTracker, certain: int) -> int:
     """After a step that made so many tokens certain: with how many it is looked at again."""
-    one.rest(request, certain)
+    one.put_off(request, certain)
     return next(num for num in range(1000) if one.is_due("r", num))
 
 
@@ -49,7 +49,7 @@ def test_a_prefill_is_due_with_its_next_unit_and_a_decode_with_its_next_portion(
 def test_a_decode_that_nobody_saves_is_never_due_again() -> None:
     """Whatever it comes to."""
     one = agenda(decode=False)
-    one.rest(tracker(60, 48), 50)
+    one.put_off(tracker(60, 48), 50)
     assert not one.is_due("r", 1 << 40)
 
 
@@ -102,7 +102,7 @@ def test_in_a_crowded_step_decodes_wait_where_the_engine_keeps_their_blocks(
 def test_after_a_failure_everybody_is_looked_at() -> None:
     """A job that many shared does not know whose it was."""
     one = agenda()
-    one.rest(tracker(60, 48), 50)
+    one.put_off(tracker(60, 48), 50)
     assert not one.is_due("r", 60)
     one.forget_all()
     assert one.is_due("r", 60)

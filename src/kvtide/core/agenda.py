@@ -64,7 +64,7 @@ class Agenda:
         is_decode = progress.scheduled_offset + unit > tracker.num_admitted_tokens
         return self._decode_job_tokens if is_decode and not progress.owed_proofs else unit
 
-    def rest(self, tracker: RequestTracker, num_certain_tokens: int) -> None:
+    def put_off(self, tracker: RequestTracker, num_certain_tokens: int) -> None:
         """Note from where on a request has to be looked at again, once its step is dealt with."""
         progress = tracker.progress
         assert progress is not None

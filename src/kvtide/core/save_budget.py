@@ -7,10 +7,11 @@ until they end. A store that is full or gone gets no jobs for a while, then one 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvtide.core.back_off import BackOff
 from kvtide.core.coordinator import Coordinator
-from kvtide.core.jobs import JobEnd
+from kvtide.core.jobs import JobEnd, StoreJob
 from kvtide.core.open_jobs import OpenJob, OpenJobs
 from kvtide.core.requests import SaveProgress
 from kvtide.core.save_limits import SaveLimits
@@ -37,8 +38,11 @@ class SaveBudget:
         back_off = self._pool_back_off
         return back_off.has_failed and (back_off.is_waiting(now_s) or bool(self._jobs))
 
-    def room_tokens(self) -> int:
-        """Return how many tokens the next job may cover: at least a unit when nothing is pinned."""
+    def room_tokens(self, *, may_queue: bool = False) -> int:
+        """Return how many tokens the next job may cover: at least a unit when nothing is pinned.
+
+        A job that ``may_queue`` needs no room in staging yet (:meth:`num_sendable`).
+        """
         coordinator, limits, jobs = self._coordinator, self._limits, self._jobs
         unit = coordinator.lcm_block_size
         num_free = self._max_held_blocks - jobs.num_pinned_blocks
@@ -47,7 +51,26 @@ class SaveBudget:
             room = unit
         staging_room = coordinator.aligned(limits.max_open_tokens - jobs.num_tokens)
         largest = max(unit, coordinator.aligned(limits.max_job_tokens))
+        if may_queue:
+            return max(0, min(room, largest))
         return max(0, min(room, staging_room, largest))
+
+    def num_sendable(self, queue: Sequence[PlannedStore]) -> int:
+        """Return how many of the open jobs that wait in a queue staging has room for.
+
+        At least one where no other is open: what cannot be staged ends as refused.
+        """
+        if not queue:
+            return 0
+        sizes = [_num_tokens(one) for one in queue]
+        room = self._limits.max_open_tokens - (self._jobs.num_tokens - sum(sizes))
+        num_sent = 0
+        for size in sizes:
+            if size > room and (num_sent or len(self._jobs) > len(queue)):
+                break
+            room -= size
+            num_sent += 1
+        return num_sent
 
     def may_open(self, planned: PlannedStore, now_s: float) -> bool:
         """Tell whether a job beside the offsets may start now."""
@@ -70,3 +93,9 @@ class SaveBudget:
             self._counters["pool_back_offs"] += 1
         elif not job.failures:
             self._pool_back_off.succeed()
+
+
+def _num_tokens(planned: PlannedStore) -> int:
+    """Return the tokens of a job, none for one beside the offsets."""
+    job = planned.job
+    return job.end_token - job.start_token if isinstance(job, StoreJob) else 0

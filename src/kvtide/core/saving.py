@@ -22,6 +22,7 @@ Theory of operation. These rules keep it right:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -62,6 +63,8 @@ class Saving:
         self._take_job_id = take_job_id
         self._jobs = OpenJobs(num_ranks)
         self._budget = SaveBudget(coordinator, limits, self._jobs, counters)
+        self._queue: list[PlannedStore] = []
+        """Jobs of requests that ended, which no worker has yet; their blocks are pinned."""
         self._joining = Joining(
             coordinator, self._jobs, max_job_tokens=limits.max_job_tokens, take_job_id=take_job_id
         )
@@ -97,12 +100,11 @@ class Saving:
         start = held
         if tracker.saved_token is not None:
             start = min(start, tracker.saved_token)
-            tracker.saved_token = None
         if tracker.repair:
             start = 0
             self._counters["repairs"] += 1
-        if not self.policy.prefill:
-            start = max(start, tracker.num_admitted_tokens)
+        if not self.policy.prefill:  # what it decoded before a preemption is no prefill
+            start = max(start, scheduled.view.num_prompt_tokens)
         offset = self._coordinator.aligned(start)
         tracker.progress = SaveProgress(
             offset,
@@ -139,7 +141,7 @@ class Saving:
             return
         yield from self.emit(tracker, scheduled.view, certain, now_s)
         yield from self.publishing.settle_proofs(tracker, scheduled, certain, now_s)
-        self.agenda.rest(tracker, certain)
+        self.agenda.put_off(tracker, certain)
 
     def emit(
         self,
@@ -159,12 +161,11 @@ class Saving:
         assert tracker.prefix_id is not None
         kept = self.publishing.kept(tracker, view)
         certain = self._coordinator.aligned(num_certain_tokens)
+        least = 1 if is_last else self.agenda.least_job_tokens(tracker, progress)
+        if certain < progress.scheduled_offset + least and not progress.must_rewind:
+            return
         end = None
-        while True:
-            least = 1 if is_last else self.agenda.least_job_tokens(tracker, progress)
-            next_end = self._next_end(progress, certain, least, now_s)
-            if next_end is None:
-                break
+        while (next_end := self._next_end(progress, certain, now_s, is_last=is_last)) is not None:
             end = next_end
             planned = plan_store(
                 view,
@@ -181,25 +182,26 @@ class Saving:
             else:  # states alone, or all freed: nothing of this range can be saved any more
                 self._counters["skipped_null_chunks"] += planned.num_null
                 progress.pass_over(end)
-        # A decode goes on, and its next unit proves this one.
-        if end is None or end > tracker.num_admitted_tokens:
+        # A decode that goes on proves this unit with its next one.
+        if end is None or (end > tracker.num_admitted_tokens and not is_last):
             return
         if self._coordinator.owes_proof(end, kept):
             progress.owed_proofs[end] = end
 
     def _next_end(
-        self, progress: SaveProgress, certain: int, least_tokens: int, now_s: float
+        self, progress: SaveProgress, certain: int, now_s: float, *, is_last: bool
     ) -> int | None:
         """Return where the next job of a request ends, ``None`` if there is none for now.
 
-        ``certain`` tokens, in whole units, are to be saved; fewer than ``least_tokens`` can wait.
+        ``certain`` tokens, in whole units, are to be saved. The last time, a request waits for
+        nothing that is over by itself: its own back-off, and room in staging.
         """
-        if certain < progress.scheduled_offset + least_tokens and not progress.must_rewind:
+        if certain <= progress.scheduled_offset and not progress.must_rewind:
             return None
-        if self._budget.must_wait(now_s) or not progress.may_emit(now_s):
+        if self._budget.must_wait(now_s) or not progress.may_emit(math.inf if is_last else now_s):
             return None
         start = progress.scheduled_offset
-        end = min(certain, start + self._budget.room_tokens())
+        end = min(certain, start + self._budget.room_tokens(may_queue=is_last))
         return end if end > start else None
 
     def joined(self, planned: Sequence[PlannedStore]) -> Sequence[SaveJob]:
@@ -218,23 +220,30 @@ class Saving:
     ) -> list[PlannedStore]:
         """Return the jobs of a request that ends: states, what was put off, and proofs owed.
 
-        An engine that hands states off with the end tells of it twice, at last without any. What the
-        budget or a back-off forbids by then is given up, and counted.
+        They may wait for room in staging (:meth:`queued`). An engine that hands states off with
+        the end tells of it twice, at last without any: what the pins' budget or the pool's back-off
+        forbids by then is given up, and counted.
         """
         progress = tracker.progress
         if progress is None:
             return []
-        computed = num_computed_tokens - self.policy.num_unsettled_tokens
-        planned = self.publishing.publish(tracker, view, hand_offs, computed, now_s)
         ended = Scheduled(view, num_computed_tokens, 0, is_admission=False)
         certain = self.certain_token(tracker, ended)
+        planned = self.publishing.publish(tracker, view, hand_offs, certain, now_s)
         planned += self.emit(tracker, view, certain, now_s, is_last=True)
         planned += self.publishing.settle_proofs(tracker, ended, certain, now_s)
         reached = progress.saved_offset if progress.must_rewind else progress.scheduled_offset
         num_left = self._coordinator.aligned(certain) - reached
         if num_left > 0 and not hand_offs:
             self._counters["given_up_tokens"] += num_left
+        self._queue += planned
         return planned
+
+    def queued(self) -> list[PlannedStore]:
+        """Return the jobs of requests that ended for which staging has room, the oldest first."""
+        num_sent = self._budget.num_sendable(self._queue)
+        sent, self._queue = self._queue[:num_sent], self._queue[num_sent:]
+        return sent
 
     # ------------------------------------------------------------------ reports
 

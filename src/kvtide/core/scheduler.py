@@ -79,8 +79,6 @@ class PoolScheduler:
         self._prefixes = PrefixTable()
         self._trackers: dict[str, RequestTracker] = {}
         self._pending_loads: list[LoadJob] = []
-        self._pending_saves: list[PlannedStore] = []
-        """Jobs of requests that finished since the last step; their blocks are pinned."""
         self._load_jobs: dict[str, int] = {}
         self._cancelled_loads: list[int] = []
         self._failed_loads: dict[str, int] = {}
@@ -238,13 +236,12 @@ class PoolScheduler:
 
         That is what saving had put off, and ``hand_offs``, the states that the engine offers with
         the end. Call it before :meth:`on_finished`, while the request has its blocks; the jobs go
-        out with the next step.
+        out with the next steps.
         """
         tracker = self._trackers.get(view.request_id)
         if tracker is None or tracker.prefix_id is None or not self._saving.policy.any:
             return []
         planned = self._saving.finish(tracker, view, hand_offs, num_computed_tokens, now_s)
-        self._pending_saves += planned
         return [block_id for one in planned for block_id in one.pinned_block_ids]
 
     def on_finished(self, request_id: str) -> None:
@@ -260,7 +257,6 @@ class PoolScheduler:
         """Apply a step's events and return what the workers have to do for it."""
         for view in events.preempted:
             self._preempt(view, now_s)
-        ended, self._pending_saves = self._pending_saves, []
         planned: list[PlannedStore] = []
         for scheduled in events.scheduled:
             tracker = self._trackers.get(scheduled.view.request_id)
@@ -273,7 +269,7 @@ class PoolScheduler:
         pins: list[int] = []
         for one in planned:
             pins += one.pinned_block_ids
-        stores = self._saving.joined([*ended, *planned])
+        stores = self._saving.joined([*self._saving.queued(), *planned])
         loads, self._pending_loads = tuple(self._pending_loads), []
         cancelled, self._cancelled_loads = tuple(self._cancelled_loads), []
         prefixes = self._prefixes.take_new() if stores or loads else {}

@@ -47,8 +47,11 @@ class Budgets:
         )
         _check_sizes(config, self._unit_bytes)
 
-    def save_limits(self, num_blocks: int) -> SaveLimits:
-        """Return the limits of saving in an engine of ``num_blocks`` blocks."""
+    def save_limits(self, num_blocks: int, *, puts_off: bool = True) -> SaveLimits:
+        """Return the limits of saving in an engine of ``num_blocks`` blocks.
+
+        One that ``puts_off`` decodes saves them in portions.
+        """
         config, coordinator = self._config, self._coordinator
         unit = coordinator.lcm_block_size
         units = config.staging_size // self._unit_bytes
@@ -59,7 +62,7 @@ class Budgets:
             max_job_tokens=unit * max(1, job_units),
             max_open_tokens=unit * units,
             delays=Delays(config.backoff_s, config.max_backoff_s),
-            decode_job_tokens=DECODE_JOB_TOKENS,
+            decode_job_tokens=DECODE_JOB_TOKENS if puts_off else 0,
         )
 
     def admission_limits(self, num_blocks: int) -> AdmissionLimits:

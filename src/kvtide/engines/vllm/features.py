@@ -277,11 +277,12 @@ def max_step_tokens(vllm_config: Any) -> int:
     return int(in_flight or vllm_config.scheduler_config.max_num_batched_tokens)
 
 
-def loop_rests() -> bool:
-    """Tell whether the engine's loop rests after a step that computed nothing.
+def has_own_loop() -> bool:
+    """Tell whether the engine steps by itself, in a process of its own, as servers have it.
 
-    It does in a process of its own, as servers have it. In its caller's process it spins, and keeps
-    the interpreter from the threads that it waits for.
+    Then it goes on while the connector has work, and rests after a step that computed nothing. In
+    its caller's process it stops when the last request has ended; before, it spins, and keeps the
+    interpreter from the threads that it waits for.
     """
     return bool(envs.VLLM_ENABLE_V1_MULTIPROCESSING)
 

@@ -59,7 +59,7 @@ class SchedulerSide:
         self._names = names
         self._store = store
         self._sizes = sizes or ParallelSizes()
-        self._must_rest = not features.loop_rests()
+        self._has_own_loop = features.has_own_loop()
         self._has_states = any(group.is_state for group in plan.groups)
         self._clock = clock
         self._tables: EngineTables | None = None
@@ -124,7 +124,8 @@ class SchedulerSide:
         self._scheduler = PoolScheduler(
             coordinator,
             self._lookups,
-            limits=budgets.save_limits(num_blocks),
+            # Where no step follows a request's end, nothing can be put off until then.
+            limits=budgets.save_limits(num_blocks, puts_off=self._has_own_loop),
             admission=budgets.admission_limits(num_blocks),
             saves=SavePolicy(
                 prefill=config.saves_prefill,
@@ -241,7 +242,7 @@ class SchedulerSide:
         if outcome.pin_block_ids:
             self._tables.pin(outcome.pin_block_ids)
         is_empty = not scheduler_output.total_num_scheduled_tokens
-        must_rest = self._must_rest and is_empty and self._scheduler.is_awaited
+        must_rest = is_empty and not self._has_own_loop and self._scheduler.is_awaited
         return KVTideMetadata(outcome.plan, must_rest)
 
     def _scheduled(

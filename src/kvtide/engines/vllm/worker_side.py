@@ -27,7 +27,7 @@ from kvtide.units import format_size
 
 REST_S = 0.0005
 """A step that only waits for the pool rests so long, where the engine's loop does not rest by
-itself (:func:`kvtide.engines.vllm.features.loop_rests`): it would keep the interpreter from the
+itself (:func:`kvtide.engines.vllm.features.has_own_loop`): it would keep the interpreter from the
 very threads that it waits for, and a load takes 40 times as long."""
 
 
