@@ -173,6 +173,10 @@ class _Engine:
         }
         if how["kv_transfer"]:
             arguments["kv_transfer_config"] = how["kv_transfer"]
+        from kvtide.engines.vllm import features
+
+        # The loop below is a server's: it rests, and goes on while the connector has work.
+        features.has_own_loop = lambda: True
         self._llm = LLM(model=how["model"], **arguments)
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core

@@ -39,16 +39,18 @@ class Till:
         self.progress = SaveProgress(0, 0, BackOff(Delays(1.0, 4.0)))
         self._next_id = 0
 
-    def open(self, num_blocks: int, *, num_null: int = 0) -> int:
-        """Open a job of so many units, a block each."""
+    def planned(self, num_blocks: int, *, num_null: int = 0) -> PlannedStore:
+        """A job of so many units, a block each."""
         self._next_id += 1
-        start = self.progress.scheduled_offset
-        job = StoreJob(
-            self._next_id, 0, start, start + num_blocks * UNIT, BlockHashes.pack(()), (0,), (b"",)
-        )
-        planned = PlannedStore(job, list(range(1, num_blocks + 1)), num_null)
+        end = num_blocks * UNIT
+        job = StoreJob(self._next_id, 0, 0, end, BlockHashes.pack(()), (0,), (b"",))
+        return PlannedStore(job, list(range(1, num_blocks + 1)), num_null)
+
+    def open(self, num_blocks: int, *, num_null: int = 0) -> int:
+        """Open a job of so many units."""
+        planned = self.planned(num_blocks, num_null=num_null)
         self.budget.open(planned, self.progress)
-        return self._next_id
+        return planned.job.job_id
 
     def end(self, job_id: int, end: JobEnd, now_s: float = 0.0) -> None:
         """End a job."""
@@ -82,6 +84,25 @@ def test_where_nothing_is_held_a_unit_may_start_whatever_the_limits() -> None:
     assert till.budget.room_tokens() == UNIT
     till.open(1)
     assert till.budget.room_tokens() == 0
+
+
+def test_what_may_queue_needs_no_room_in_staging() -> None:
+    """It goes out when there is some: the oldest first, and one where nothing else is under way."""
+    till = Till(open_tokens=4 * UNIT)
+    first = till.open(3)
+    assert till.budget.room_tokens() == UNIT
+    assert till.budget.room_tokens(may_queue=True) == (100 - 3) * UNIT
+    queue = [till.planned(2), till.planned(1), till.planned(9)]
+    for one in queue:
+        till.budget.open(one, till.progress)
+    assert till.budget.room_tokens() == 0
+    assert till.budget.num_sendable(queue) == 0
+    till.end(first, JobEnd.STORED)
+    assert till.budget.num_sendable(queue) == 2
+    for one in queue[:2]:
+        till.end(one.job.job_id, JobEnd.STORED)
+    assert till.budget.num_sendable(queue[2:]) == 1, "it would wait for ever"
+    assert till.budget.num_sendable([]) == 0
 
 
 def test_room_is_left_for_the_states_of_a_boundary() -> None:

@@ -7,6 +7,7 @@ from kvtide.core.groups import FullAttention, Mamba
 from kvtide.core.jobs import BoundaryPut, JobEnd, StoreJob
 from kvtide.core.save_limits import SavePolicy
 from kvtide.core.transfer import HandOff
+from kvtide.testing.requests import fake_hashes
 from tests.core.desk import Desk, puts_of
 
 STATES = Coordinator((FullAttention(16), Mamba(16)), 16)
@@ -65,6 +66,7 @@ def test_a_request_that_ends_before_it_computed_anything_leaves_nothing() -> Non
 def test_of_a_request_that_ends_no_more_is_saved_than_the_role_saves() -> None:
     """What it decoded only where decodes are saved."""
     desk = Desk(STATES, 16, policy=SavePolicy(decode=False))
+    desk.view.block_hashes = fake_hashes(3)
     [only] = desk.saving.finish(desk.tracker, desk.view, (), 48, 0.0)
     assert isinstance(only.job, StoreJob)
     assert only.job.end_token == 16
@@ -79,8 +81,44 @@ def test_what_there_is_no_room_for_at_the_end_is_given_up_and_counted() -> None:
     assert isinstance(rest.job, StoreJob)
     assert (rest.job.start_token, rest.job.end_token) == (16, 32)
     assert desk.counters["given_up_tokens"] == 96 - 32
-    failing = Desk(STATES, 40)
-    [planned] = failing.emit(failing.scheduled(0, 40))
-    failing.end(planned.job.job_id, JobEnd.FAILED)
-    assert failing.saving.finish(failing.tracker, failing.view, (), 40, 0.0) == []
-    assert failing.counters["given_up_tokens"] == 32
+
+
+def test_a_request_that_ends_tries_once_more_what_failed_whatever_its_back_off() -> None:
+    """It has no other time; what is still under way then is given up if it fails."""
+    desk = Desk(STATES, 40)
+    [planned] = desk.emit(desk.scheduled(0, 40))
+    desk.end(planned.job.job_id, JobEnd.FAILED)
+    assert desk.emit(desk.scheduled(40, 0)) == []
+    [again] = desk.saving.finish(desk.tracker, desk.view, (), 40, 0.0)
+    assert isinstance(again.job, StoreJob)
+    assert (again.job.start_token, again.job.end_token) == (0, 32)
+    assert not desk.counters["given_up_tokens"]
+
+
+def test_in_the_pools_back_off_the_end_of_a_request_is_given_up() -> None:
+    """A store that is full takes nothing of anybody."""
+    desk = Desk(STATES, 40)
+    [planned] = desk.emit(desk.scheduled(0, 40))
+    desk.end(planned.job.job_id, JobEnd.NO_SPACE)
+    assert desk.saving.finish(desk.tracker, desk.view, (), 40, 0.0) == []
+    assert desk.counters["given_up_tokens"] == 32
+
+
+def test_with_the_end_of_a_request_goes_the_proof_of_its_last_boundary() -> None:
+    """Where the draft's blocks are smaller than a unit."""
+    drafts = Coordinator((FullAttention(64), FullAttention(16, proof_tokens=16)), 16)
+    desk = Desk(drafts, 32)
+    desk.view.block_hashes = fake_hashes(10)
+    store, proof = desk.saving.finish(desk.tracker, desk.view, (), 160, 0.0)
+    assert isinstance(store.job, StoreJob)
+    assert store.job.end_token == 128
+    assert [(put.group_id, put.end_token) for put in puts_of(proof)] == [(1, 144)]
+
+
+def test_what_a_draft_model_may_write_again_is_not_saved_with_the_end() -> None:
+    """Not its blocks, nor states behind it."""
+    policy = SavePolicy(decode=True, num_unsettled_tokens=2)
+    desk = Desk(Coordinator((FullAttention(16),), 16), 64, policy=policy)
+    [only] = desk.saving.finish(desk.tracker, desk.view, (), 64, 0.0)
+    assert isinstance(only.job, StoreJob)
+    assert only.job.end_token == 48

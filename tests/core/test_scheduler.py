@@ -412,6 +412,55 @@ def test_after_a_preemption_saving_goes_on_where_it_was() -> None:
     assert not bench.scheduler.counters["repairs"]
 
 
+def test_a_consumer_that_is_preempted_leaves_no_hole_in_what_it_decodes() -> None:
+    """Everything behind a hole would be out of reach."""
+    bench = Bench(prefill=False, decode=True, decode_job_tokens=160)
+    view = request(32)
+    bench.arrive(view)
+    assert not bench.step(prefill(view, 0, 32, first=True)).stores
+    assert decode_to(bench, view, 100) == []
+    view.num_prompt_tokens = 32
+    view.local_hit_tokens = 96
+    bench.step(preempted=[view])
+    assert bench.scheduler.match(view, 96, 0.0) == 0
+    assert ranges(bench.step(prefill(view, 96, 4, first=True))) == [(32, 96)]
+
+
+def test_requests_that_end_together_are_saved_to_their_ends() -> None:
+    """Their jobs go out, several as one, as far as staging has room; the rest follow."""
+    bench = Bench(decode=True, decode_job_tokens=160, max_open_tokens=160)
+    views = {}
+    for request_id in "abcde":
+        view = views[request_id] = request(32, request_id)
+        bench.arrive(view)
+        bench.end(bench.step(prefill(view, 0, 32, first=True)).stores)
+        assert decode_to(bench, view, 96) == []
+    for request_id, view in views.items():
+        bench.pinned.update(bench.scheduler.on_finishing(view, (), 96, 0.0))
+        bench.scheduler.on_finished(request_id)
+    sizes = []
+    while bench.scheduler.has_pins:
+        [job] = bench.step().stores
+        sizes.append(len(list(job.hashes)))
+        bench.end([job])
+    assert sizes == [8, 8, 4]
+    assert not bench.scheduler.counters["given_up_tokens"]
+
+
+def test_where_nothing_is_saved_an_end_saves_nothing_and_nothing_is_remembered() -> None:
+    """Whatever the engine says of it."""
+    bench, view = Bench(prefill=False), request(32)
+    bench.arrive(view)
+    bench.step(prefill(view, 0, 32, first=True))
+    assert bench.scheduler.on_finishing(view, [HandOff(0, 9, 32)], 32, 0.0) == []
+    both, view = Bench(decode=True), request(40)
+    both.arrive(view)
+    both.step(prefill(view, 0, 40, first=True))
+    assert not both.scheduler.is_due("r", 40)
+    both.scheduler.on_finished("r")
+    assert both.scheduler.is_due("r", 40), "nothing is left of it"
+
+
 def test_jobs_under_different_names_are_not_shared() -> None:
     """A job has one key prefix."""
     bench = Bench(decode=True)

@@ -49,6 +49,7 @@ def test_small_blocks_come_in_jobs_of_a_bounded_number_of_values() -> None:
     saves = budgets(4096).save_limits(1000)
     assert saves.max_job_tokens == MAX_JOB_VALUES * 16
     assert saves.decode_job_tokens == DECODE_JOB_TOKENS
+    assert not budgets(4096).save_limits(1000, puts_off=False).decode_job_tokens
 
 
 def test_a_block_that_hardly_fits_may_still_be_a_job() -> None:

@@ -233,14 +233,14 @@ def test_an_id_that_begins_a_new_life_is_held_back_anew(
 # ------------------------------------------------------------------------------ waiting
 
 
-@pytest.mark.parametrize("loop_rests", [False, True])
+@pytest.mark.parametrize("own_loop", [False, True])
 def test_an_empty_step_must_rest_while_a_request_waits_for_the_pool(
-    loop_rests: bool, monkeypatch: pytest.MonkeyPatch
+    own_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one that computes, that nobody waits in, or of an engine in a process of its own."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if loop_rests else "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if own_loop else "0")
     half = side()
     half.agree_on_layouts([layout(4096)])
     try:
@@ -249,7 +249,7 @@ def test_an_empty_step_must_rest_while_a_request_waits_for_the_pool(
         assert not half.build_metadata(empty).must_rest
         request = plain_request()
         half.on_new_request(request)
-        assert half.build_metadata(empty).must_rest is not loop_rests
+        assert half.build_metadata(empty).must_rest is not own_loop
         assert not half.build_metadata(busy).must_rest
         assert answer_of(half, request) == (0, False)
         half.on_finished(request)
