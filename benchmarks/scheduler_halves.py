@@ -22,7 +22,6 @@ from kvtide.core.batch import Batch
 from kvtide.core.groups import FullAttention
 from kvtide.core.jobs import JobEnd, JobReport
 from kvtide.core.layout import GroupLayout, Region, StoreLayout
-from kvtide.engines.vllm.budgets import DECODE_JOB_TOKENS
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake, KVTideMetadata, KVTideWorkerMetadata
 from kvtide.engines.vllm.names import IdentityNames
@@ -119,7 +118,7 @@ def make_halves(engine: HeldEngine) -> dict[str, Half]:
 class KVTideHalf:
     """kvtide's, with the default budgets."""
 
-    decode_job_tokens = DECODE_JOB_TOKENS
+    decode_job_tokens = 1
 
     def __init__(self, engine: HeldEngine) -> None:
         config = PoolConfig.from_mapping({"save_decode_cache": True})

@@ -210,10 +210,20 @@ class PoolConfig:
         "",
         "true or false",
         _flag,
-        "Save the KV cache of generated tokens too, not only that of prompts: 128 at a time, or a "
-        "block where that is larger; with windows or states fewer; and the rest with the request's "
-        "end, unless saving backs off or has no room then. A model with windows "
+        "Save the KV cache of generated tokens too, not only that of prompts. A model with windows "
         "or states needs `--prefix-cache-retention-interval` too: vLLM's default keeps none there.",
+    )
+    decode_portion_tokens: int = _option(
+        0,
+        "tokens",
+        "an integer of at least 0",
+        _integer(0),
+        "With `save_decode_cache`: save so many generated tokens at a time, in whole blocks, and "
+        "the rest when the request ends, unless saving backs off or has no room then. 128 costs "
+        "the engine and the store less than 0, each block as it is complete. But until then nobody "
+        "else has them, and a request that ends holds blocks until they are copied: a reset of the "
+        "prefix cache within some milliseconds answers `False`. Of models with windows or states "
+        "fewer are put off or none, and none where vLLM runs in its caller's process.",
     )
     min_load_tokens: int = _option(
         0,

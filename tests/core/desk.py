@@ -26,12 +26,13 @@ class Desk:
         num_computed: int = 0,
         max_pinned_blocks: int = 1000,
         policy: SavePolicy | None = None,
+        decode_job_tokens: int = 1,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.saving = Saving(
             coordinator,
             policy or SavePolicy(decode=True),
-            SaveLimits(max_pinned_blocks, 1 << 20),
+            SaveLimits(max_pinned_blocks, 1 << 20, decode_job_tokens=decode_job_tokens),
             num_ranks=1,
             counters=self.counters,
             take_job_id=count(1).__next__,

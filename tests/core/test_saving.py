@@ -122,3 +122,10 @@ def test_what_a_draft_model_may_write_again_is_not_saved_with_the_end() -> None:
     [only] = desk.saving.finish(desk.tracker, desk.view, (), 64, 0.0)
     assert isinstance(only.job, StoreJob)
     assert only.job.end_token == 48
+
+
+def test_where_nothing_is_put_off_an_end_holds_no_blocks() -> None:
+    """So a reset of the engine's cache right after it succeeds."""
+    desk = Desk(STATES, 40, decode_job_tokens=0)
+    assert desk.saving.finish(desk.tracker, desk.view, (), 40, 0.0) == []
+    assert desk.saving.num_pinned_blocks == 0

@@ -230,8 +230,9 @@ class Saving:
         ended = Scheduled(view, num_computed_tokens, 0, is_admission=False)
         certain = self.certain_token(tracker, ended)
         planned = self.publishing.publish(tracker, view, hand_offs, certain, now_s)
-        planned += self.emit(tracker, view, certain, now_s, is_last=True)
-        planned += self.publishing.settle_proofs(tracker, ended, certain, now_s)
+        if self._limits.decode_job_tokens:  # else nothing is put off, and an end holds no blocks
+            planned += self.emit(tracker, view, certain, now_s, is_last=True)
+            planned += self.publishing.settle_proofs(tracker, ended, certain, now_s)
         reached = progress.saved_offset if progress.must_rewind else progress.scheduled_offset
         num_left = self._coordinator.aligned(certain) - reached
         if num_left > 0 and not hand_offs:

@@ -7,7 +7,7 @@ import pytest
 from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
-from kvtide.engines.vllm.budgets import DECODE_JOB_TOKENS, MAX_JOB_VALUES, Budgets
+from kvtide.engines.vllm.budgets import MAX_JOB_VALUES, Budgets
 from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
 from kvtide.runtime.values import BARE
@@ -45,11 +45,17 @@ def test_pins_are_a_share_of_the_engines_blocks() -> None:
 
 
 def test_small_blocks_come_in_jobs_of_a_bounded_number_of_values() -> None:
-    """However many of them staging could take; and decodes in portions."""
+    """However many of them staging could take."""
     saves = budgets(4096).save_limits(1000)
     assert saves.max_job_tokens == MAX_JOB_VALUES * 16
-    assert saves.decode_job_tokens == DECODE_JOB_TOKENS
-    assert not budgets(4096).save_limits(1000, puts_off=False).decode_job_tokens
+
+
+def test_decodes_are_put_off_only_where_that_is_configured_and_steps_follow() -> None:
+    """By default each block is saved as it is complete."""
+    assert not budgets(4096).save_limits(1000).decode_job_tokens
+    portions = budgets(4096, decode_portion_tokens=128)
+    assert portions.save_limits(1000).decode_job_tokens == 128
+    assert not portions.save_limits(1000, puts_off=False).decode_job_tokens
 
 
 def test_a_block_that_hardly_fits_may_still_be_a_job() -> None:

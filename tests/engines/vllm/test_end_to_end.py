@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtide.engines.vllm import features
 from tests.engines.vllm import speculation_scenario
 from tests.engines.vllm.engines import BLOCK, InProcessEngine, engine, prompt_of
 from tests.engines.vllm.pools import ON_EACH_STORE
@@ -113,15 +114,27 @@ def test_a_prompt_is_saved_while_it_is_computed_chunk_by_chunk(model: Path, pool
         assert cold.counters["saved_chunks"] == FULL_BLOCKS // BLOCK
 
 
+@pytest.fixture(params=["caller's loop", "own loop"])
+def has_own_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether engines take themselves for a server's: decodes are saved in portions then."""
+    is_own = bool(request.param == "own loop")
+    monkeypatch.setattr(features, "has_own_loop", lambda: is_own)
+    return is_own
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_decode_is_saved_only_if_asked_for(
-    model: Path, pool_url: str, expected: dict[str, list[int]], decode: bool
+    model: Path, pool_url: str, expected: dict[str, list[int]], decode: bool, has_own_loop: bool
 ) -> None:
-    """A conversation's next turn finds what the last one generated."""
-    options = {"save_decode_cache": decode}
+    """A conversation's next turn finds what the last one generated.
+
+    In its caller's process no step follows the last request's end, and nothing is put off.
+    """
+    options = {"save_decode_cache": decode, "decode_portion_tokens": 128}
     with engine(model, pool_url, options=options) as cold:
         [answer] = cold.generate(PROMPT, num_tokens=80)
-        cold.settle()
+        if has_own_loop:
+            cold.settle()
     assert answer == expected["longer"]
     turn = PROMPT + answer
     with engine(model, pool_url) as warm:
@@ -130,6 +143,7 @@ def test_decode_is_saved_only_if_asked_for(
         assert output.num_cached_tokens == (whole if decode else FULL_BLOCKS)
 
 
+@pytest.mark.usefixtures("has_own_loop")
 def test_a_consumer_loads_and_saves_no_prefill(
     model: Path, pool_url: str, expected: dict[str, list[int]]
 ) -> None:
@@ -139,7 +153,7 @@ def test_a_consumer_loads_and_saves_no_prefill(
         consumer.settle()
         assert consumer.counters["saved_bytes"] == 0
     saved_by(model, pool_url, kv_role="kv_producer")
-    options = {"save_decode_cache": True}
+    options = {"save_decode_cache": True, "decode_portion_tokens": 128}
     with engine(model, pool_url, kv_role="kv_consumer", options=options) as consumer:
         [output] = consumer.run(PROMPT, num_tokens=80)
         consumer.settle()
@@ -227,6 +241,7 @@ def test_a_request_that_must_compute_its_whole_prompt_does(model: Path, pool_url
 
 
 @ON_EACH_STORE
+@pytest.mark.usefixtures("has_own_loop")
 def test_requests_preempted_for_lack_of_memory_resume_with_the_same_tokens(
     model: Path, pool_url: str
 ) -> None:
@@ -235,7 +250,9 @@ def test_requests_preempted_for_lack_of_memory_resume_with_the_same_tokens(
     small = {"num_gpu_blocks_override": 30, "max_model_len": 512}
     with engine(model, None, **small) as plain:
         want = [plain.generate(prompt, num_tokens=120)[0] for prompt in prompts]
-    with engine(model, pool_url, options={"save_decode_cache": True}, **small) as one:
+    with engine(
+        model, pool_url, options={"save_decode_cache": True, "decode_portion_tokens": 128}, **small
+    ) as one:
         assert one.generate(*prompts, num_tokens=120) == want
         one.settle()
         one.pool.check_integrity()
@@ -294,13 +311,15 @@ def test_drafts_are_never_saved_and_speculation_changes_no_token(
 
 
 @ON_EACH_STORE
+@pytest.mark.usefixtures("has_own_loop")
 def test_aborts_at_any_moment_leave_nothing_behind(model: Path, pool_url: str) -> None:
     """While they wait, load, compute and save: blocks, pins and jobs return to zero."""
     from vllm import SamplingParams
 
     prompts = [prompt_of(400, seed=seed) for seed in range(4)]
     parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    with engine(model, pool_url, num_gpu_blocks_override=40) as one:
+    options = {"save_decode_cache": True, "decode_portion_tokens": 128}
+    with engine(model, pool_url, options=options, num_gpu_blocks_override=40) as one:
         one.generate(*prompts)
         one.settle()
         for num_steps in range(12):

@@ -46,7 +46,7 @@ def test_a_job_costs_the_same_bytes_at_any_context_and_the_peers_grow(bench: Any
         short, long = (rows[f"b. metadata, {kind} at {context}"] for context in ("2k", "8k"))
         assert abs(long.kvtide - short.kvtide) < 10
         assert long.peer > 3 * short.peer
-    assert rows["b. metadata, decode job at 8k"].kvtide < 8 * 100, "it has eight blocks"
+    assert rows["b. metadata, decode job at 8k"].kvtide < 400
     times = {row.case: row for row in bench.scheduler_rows(cases, 1)}
     assert len(times) == 2 * (len(cases) + 1)
     flat = times["a. scheduler, prefill job: 8k beside 2k"]
@@ -54,10 +54,10 @@ def test_a_job_costs_the_same_bytes_at_any_context_and_the_peers_grow(bench: Any
 
 
 def test_requests_that_decode_share_two_calls_and_the_peer_makes_two_for_each(bench: Any) -> None:
-    """And kvtide makes them for eight blocks of each; every key is put by every worker."""
+    """Every key is put by every worker: the rows are of complete work."""
     rows = {row.case: row for row in bench.worker_rows(8 << 10, (4,), 1)}
     calls = rows["d. 4 requests decode: calls for a block of each"]
-    assert (8 * calls.kvtide, calls.peer, calls.met) == (2, 8, True)
+    assert (calls.kvtide, calls.peer, calls.met) == (2, 8, True)
     judged = {
         "c. worker, a key of prefill at 8k": "<= 1/3",
         "c. worker, a key of decode at 8k": "<= 1/5",

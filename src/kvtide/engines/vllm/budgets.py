@@ -19,9 +19,6 @@ JOB_SHARE_OF_STAGING = 4
 """A job takes at most this fraction of a worker's staging memory, so that jobs overlap."""
 MAX_JOB_VALUES = 512
 """A job stores at most so many: what fails, or waits to be staged, comes in small portions."""
-DECODE_JOB_TOKENS = 128
-"""What a request decodes is saved so many tokens at a time: to others it is of use when the request
-has ended, and a job of eight blocks costs little more than one of one."""
 
 
 class Budgets:
@@ -50,7 +47,7 @@ class Budgets:
     def save_limits(self, num_blocks: int, *, puts_off: bool = True) -> SaveLimits:
         """Return the limits of saving in an engine of ``num_blocks`` blocks.
 
-        One that ``puts_off`` decodes saves them in portions.
+        One that ``puts_off`` decodes saves them in portions, where that is configured.
         """
         config, coordinator = self._config, self._coordinator
         unit = coordinator.lcm_block_size
@@ -62,7 +59,7 @@ class Budgets:
             max_job_tokens=unit * max(1, job_units),
             max_open_tokens=unit * units,
             delays=Delays(config.backoff_s, config.max_backoff_s),
-            decode_job_tokens=DECODE_JOB_TOKENS if puts_off else 0,
+            decode_job_tokens=config.decode_portion_tokens if puts_off else 0,
         )
 
     def admission_limits(self, num_blocks: int) -> AdmissionLimits:
