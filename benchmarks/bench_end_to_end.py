@@ -36,7 +36,7 @@ from kvtide.testing.mooncake import MooncakePool
 BENCH = "end_to_end"
 LONG_TOKENS = 8192
 NUM_DECODES, DECODE_PROMPT, DECODE_TOKENS = 8, 64, 144
-"""kvtide saves 128 tokens of a decode at a time: once in the 126 steps that are timed."""
+"""Of portions of 128 tokens (``decode_portion_tokens``) one falls into the 126 steps timed."""
 SLOW = 3
 """A step of so many times the median is other processes' doing."""
 TAX_ROUNDS = 3

@@ -14,7 +14,7 @@ COUNTERS: Mapping[str, str] = {
     "boundary_jobs": "Jobs for states (and what goes with them) that the engine handed off.",
     "lost_boundaries": "States or proofs that were not saved: no budget, a back-off or a failure.",
     "skipped_null_chunks": "Chunks worth storing that had no block any more.",
-    "given_up_tokens": "Tokens of requests that ended before there was room to save them.",
+    "given_up_tokens": "Tokens in whole units that no job had taken when their request ended.",
     "repairs": "Requests saved from token 0, because the store lacked what the engine holds.",
     "pool_back_offs": "Store jobs after which all saving paused: no space, or the store is lost.",
     # Saving, per rank.

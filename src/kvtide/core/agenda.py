@@ -1,9 +1,10 @@
 """The agenda of saving: which requests have to be looked at in a step, and how much is worth a job.
 
 Of a thousand requests that decode, few complete a block in a step; and a job costs the engine and
-the store nearly the same, whether it has one block or eight. So a request that decodes is left
-alone until it has completed several, and where very many have at once, some wait for the next
-steps. That takes an engine which keeps the blocks for so long: windows are freed behind a decode.
+the store nearly the same, whether it has one block or eight. So a request that decodes may
+be left alone until it has completed several, and where very many have at once, some wait for the
+next steps. That takes an engine which keeps the blocks for so long: windows are freed behind a
+decode.
 """
 
 from __future__ import annotations

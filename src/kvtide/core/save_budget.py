@@ -60,8 +60,6 @@ class SaveBudget:
 
         At least one where no other is open: what cannot be staged ends as refused.
         """
-        if not queue:
-            return 0
         sizes = [_num_tokens(one) for one in queue]
         room = self._limits.max_open_tokens - (self._jobs.num_tokens - sum(sizes))
         num_sent = 0

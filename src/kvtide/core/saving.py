@@ -6,8 +6,8 @@ Theory of operation. These rules keep it right:
   a request are final: hashes exist only for accepted tokens, so drafts and rejections are covered.
   Jobs cover ``[scheduled_offset, aligned)``, in whole ``lcm_block_size``, and nothing below it is
   touched.
-* **Decodes are saved in portions** of several units, and the rest with the request's end
-  (``agenda``).
+* **Decodes are saved in portions** of several units where that is asked for, and the rest with the
+  request's end (``agenda``).
 * **States are saved when the engine hands them off**, beside the offsets (``publishing``).
 * **Small jobs are joined.** Of a step's jobs the small ones, which decodes make, go to the workers
   as one (``joining``).
@@ -242,6 +242,8 @@ class Saving:
 
     def queued(self) -> list[PlannedStore]:
         """Return the jobs of requests that ended for which staging has room, the oldest first."""
+        if not self._queue:  # nearly always
+            return []
         num_sent = self._budget.num_sendable(self._queue)
         sent, self._queue = self._queue[:num_sent], self._queue[num_sent:]
         return sent

@@ -5,22 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvtide.config import PoolConfig
-from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
 from kvtide.engines.vllm.budgets import MAX_JOB_VALUES, Budgets
-from kvtide.engines.vllm.translate import GroupPlan
 from kvtide.errors import ConfigError
 from kvtide.runtime.values import BARE
+from tests.engines.vllm.test_scheduler_side import PLAN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-
-PLAN = GroupPlan(
-    groups=(FullAttention(16),),
-    group_ids=(0,),
-    hash_block_size=16,
-    specs=({},),
-    num_layers=(1,),
-)
 
 
 def budgets(*block_bytes: int, **options: object) -> Budgets:
