@@ -231,6 +231,31 @@ def test_after_a_reset_of_the_cache_nothing_stored_before_is_found(
         assert output.num_cached_tokens == FULL_BLOCKS
 
 
+def test_after_a_reset_that_failed_nothing_is_saved_until_one_succeeds(
+    model: Path, pool_url: str
+) -> None:
+    """vLLM has kept its own cache: its KV cache of the old weights must not get the new name."""
+    with engine(model, pool_url) as one:
+        one.generate(PROMPT)
+        one.settle()
+        num_saved = one.counters["saved_chunks"]
+        block_pool = one.core.scheduler.kv_cache_manager.block_pool
+        held = block_pool.get_new_blocks(1)
+        assert not one.llm.reset_prefix_cache(reset_connector=True)
+        block_pool.free_blocks(held)
+        [output] = one.run([*PROMPT, *prompt_of(4 * BLOCK, seed=7)])
+        assert output.num_cached_tokens == FULL_BLOCKS, "of the old weights, from vLLM's own cache"
+        one.settle()
+        assert one.counters["saved_chunks"] == num_saved
+        assert one.llm.reset_prefix_cache(reset_connector=True)
+        one.generate(PROMPT)
+        one.settle()
+        assert one.counters["saved_chunks"] == num_saved + FULL_BLOCKS // BLOCK
+        one.forget_local()
+        [output] = one.run(PROMPT)
+        assert output.num_cached_tokens == FULL_BLOCKS
+
+
 def test_a_request_that_must_compute_its_whole_prompt_does(model: Path, pool_url: str) -> None:
     """Prompt logprobs need every token computed; nothing is claimed."""
     saved_by(model, pool_url)

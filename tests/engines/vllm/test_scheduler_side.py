@@ -33,9 +33,17 @@ PLAN = GroupPlan(
 
 
 class Pool:
-    """vLLM's block pool, as far as the start reads it."""
+    """vLLM's block pool, as far as the start and a reset read it."""
 
-    blocks = [None] * 100
+    num_gpu_blocks = 100
+    blocks = [None] * num_gpu_blocks
+
+    def __init__(self) -> None:
+        self.num_in_use = 0
+
+    def get_num_free_blocks(self) -> int:
+        """All but the null block, and those that a test says are in use."""
+        return self.num_gpu_blocks - 1 - self.num_in_use
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> None:
         """Nothing is cached."""
@@ -44,7 +52,8 @@ class Pool:
 class Manager:
     """vLLM's cache manager likewise."""
 
-    block_pool = Pool()
+    def __init__(self) -> None:
+        self.block_pool = Pool()
 
 
 def side(sizes: ParallelSizes | None = None, **options: object) -> SchedulerSide:
@@ -304,6 +313,28 @@ def test_in_vllm_s_format_a_request_with_an_adapter_goes_without_the_pool(
     told = [record for record in caplog.records if "with an adapter" in record.getMessage()]
     assert len(told) == 1
     assert plain_half.take_counters()["unnamed_requests"] == 2
+
+
+def test_after_a_reset_with_blocks_in_use_nothing_has_a_name_until_one_without(
+    half: SchedulerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has kept its own cache: its KV cache of the old weights must not get the new name."""
+    before, meanwhile, after = map(plain_request, ("before", "meanwhile", "after"))
+    half.on_new_request(before)
+    old = prefix_of(half, before)
+    pool = half._tables.manager.block_pool
+    pool.num_in_use = 1
+    assert not half.reset()
+    pool.num_in_use = 0
+    half.on_new_request(meanwhile)
+    assert half.match(meanwhile, 0) == (0, False)
+    assert prefix_of(half, before) is None
+    assert prefix_of(half, meanwhile) is None
+    assert [r.levelname for r in caplog.records if "answers True" in r.getMessage()] == ["WARNING"]
+    assert half.reset()
+    half.on_new_request(after)
+    assert prefix_of(half, after) not in (None, old)
+    assert prefix_of(half, meanwhile) == prefix_of(half, after), "it has computed nothing yet"
 
 
 def test_in_vllm_s_format_a_reset_ends_the_use_of_the_pool(

@@ -210,9 +210,7 @@ class KVTideConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Leave everything stored so far behind; the pool itself is not touched."""
-        if self._scheduler_side is not None:
-            self._scheduler_side.reset()
-        return None if self._scheduler_side is None else True
+        return None if self._scheduler_side is None else self._scheduler_side.reset()
 
     # ------------------------------------------------------------------ worker
 

@@ -66,6 +66,8 @@ class SchedulerSide:
         self._agreement: Agreement | None = None
         """What the ranks hold, once all have told it."""
         self._views: dict[str, VllmRequestView] = {}
+        self._is_stale = False
+        """Whether the engine's own cache may hold KV cache of earlier weights."""
         self._held_back: dict[str, float | None] = {}
         """Requests whose adapter is still being read, and until when the engine waits for it."""
         self._lookups: LookupExecutor | None = None
@@ -167,7 +169,7 @@ class SchedulerSide:
         assert self._scheduler is not None
         if view.request_id not in self._held_back:
             return True
-        namespace = self._names.namespace_of(view.request.lora_request)
+        namespace = self._name_of(view.request)
         if namespace is PENDING and not is_last_call:
             return False
         del self._held_back[view.request_id]
@@ -217,9 +219,9 @@ class SchedulerSide:
         if self._scheduler is not None:
             self._scheduler.on_finished(request_id)
 
-    def _namespace_of(self, request: Any) -> str | None:
-        """Return the namespace of a request's keys, ``None`` where it has none or none yet."""
-        return _if_known(self._names.namespace_of(request.lora_request))
+    def _name_of(self, request: Any) -> str | Pending | None:
+        """Return the namespace of a request's keys; ``None`` where nothing can name its bytes."""
+        return None if self._is_stale else self._names.namespace_of(request.lora_request)
 
     # ------------------------------------------------------------------ steps
 
@@ -328,13 +330,25 @@ class SchedulerSide:
             "blocks_pinned": self._scheduler.num_pinned_blocks,
         }
 
-    def reset(self) -> None:
-        """Leave everything stored so far behind, because the weights may have changed."""
+    def reset(self) -> bool:
+        """Leave everything stored so far behind, because the weights may have changed.
+
+        False where the engine could not empty its own cache: requests would take KV cache of the
+        old weights from it and save it under the new name. So none has a name, and all go without
+        the pool, until a reset finds the cache empty.
+        """
         self._names.change()
+        self._is_stale = self._tables is not None and self._tables.is_in_use
+        if self._is_stale:
+            logger.warning(
+                "the cache was reset while blocks were in use, so vLLM has kept its own: nothing "
+                "is saved or loaded until reset_prefix_cache(reset_connector=True) answers True"
+            )
         if self._scheduler is not None:
             self._scheduler.reset(
-                lambda request_id: self._namespace_of(self._views[request_id].request)
+                lambda request_id: _if_known(self._name_of(self._views[request_id].request))
             )
+        return not self._is_stale
 
     def close(self) -> None:
         """Stop looking up and give the store back."""

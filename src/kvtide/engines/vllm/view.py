@@ -33,6 +33,13 @@ class EngineTables:
         pool = self.manager.block_pool
         pool.touch(list(map(pool.blocks.__getitem__, block_ids)))
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests or jobs hold blocks: vLLM empties its prefix cache only if none does."""
+        pool = self.manager.block_pool
+        null_blocks = 1
+        return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() > null_blocks)
+
     def hand_offs(self, offers: Sequence[tuple[int, int, int]]) -> list[HandOff]:
         """Return vLLM's ``(group, block, boundary)`` offers of states in the core's words."""
         states = {
