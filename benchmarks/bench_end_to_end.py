@@ -1,6 +1,6 @@
 """vLLM on the CPU with each connector and with none, side by side, asked in turns.
 
-    python benchmarks/bench_end_to_end.py [--rounds 7]
+    python benchmarks/bench_end_to_end.py [--rounds 7] [--decode-portion-tokens 0]
 
 Four engines of a small model, each in a process with one thread for the model: without a connector,
 with kvtide on a local pool and on Mooncake, and with vLLM's in-tree connector on another Mooncake
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_process import BLOCK, Answers, EngineProcess, Step
 from measuring import Row, compared, figure, left_out, quartiles, report
@@ -56,16 +56,23 @@ LARGER = {
     "max_position_embeddings": 2048,
 }
 """A Llama of 50 million parameters: a decode step takes a core as long as one of 8 billion takes a
-GPU, about 20 ms, while what a connector adds to a step does not depend on the model."""
+GPU, 20 to 25 ms, while what a connector adds to a step does not depend on the model."""
 LARGER_TOKEN_BYTES = 16 << 10
+LARGER_THREADS = {
+    1: "larger model",
+    len(os.sched_getaffinity(0)): "larger model that takes all cores",
+}
+"""A server's connectors have cores beside those that feed the model, and a model for CPUs takes all
+there are: what they compute then is taken from it, and its threads spin while they wait."""
 NONE, LOCAL, MOONCAKE, IN_TREE = "none", "kvtide, local", "kvtide, Mooncake", "in-tree, Mooncake"
 
 
 @dataclass(slots=True)
 class Sides:
-    """The engines by name, and prompts that none has seen."""
+    """The engines by name, with the threads of each one's model, and prompts that none has seen."""
 
     engines: dict[str, EngineProcess]
+    num_threads: int
     generator: random.Random = field(default_factory=lambda: random.Random(11))  # noqa: S311
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -122,7 +129,7 @@ def decode_rows(sides: Sides, model: str, num_rounds: int, *, is_judged: bool) -
 
     The prompts are of different lengths, so that a block is full every few steps.
     """
-    step_ms: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[DecodeStep]] = defaultdict(list)
     for round_id in range(num_rounds):
         for name in sides.connected:
             for is_connected in (True, False) if round_id % 2 else (False, True):
@@ -131,18 +138,22 @@ def decode_rows(sides: Sides, model: str, num_rounds: int, *, is_judged: bool) -
                     prompts, DECODE_TOKENS, is_connected=is_connected
                 )
                 check_saves(name, answers, num_full_blocks(prompts) if is_connected else 0)
-                step_ms[name, is_connected].append(1e3 * mean_decode_step_s(answers))
-    added_us, taxes = {}, {}
+                found[name, is_connected].append(mean_decode_step(answers))
+    added_us, taxes, beside_us = {}, {}, {}
     for name in sides.connected:
-        pairs = list(zip(step_ms[name, True], step_ms[name, False], strict=True))
-        added_us[name] = [1e3 * (ours - without) for ours, without in pairs]
-        taxes[name] = [100 * (ours / without - 1) for ours, without in pairs]
-    without_ms = statistics.median(step_ms[IN_TREE, False])
+        pairs = list(zip(found[name, True], found[name, False], strict=True))
+        added_us[name] = [1e6 * (ours.seconds - without.seconds) for ours, without in pairs]
+        taxes[name] = [100 * (ours.seconds / without.seconds - 1) for ours, without in pairs]
+        beside_us[name] = [1e6 * (ours.beside_s - without.beside_s) for ours, without in pairs]
+    without_ms = 1e3 * statistics.median(step.seconds for step in found[IN_TREE, False])
     case = f"on a decode step of {NUM_DECODES} requests, {model} ({without_ms:.0f} ms)"
     for name in (LOCAL, MOONCAKE):
         yield _tax_row(f"added {case}, {name} beside in-tree", "us", added_us[name], added_us)
         goal = MAX_TAX if is_judged else None
         yield _tax_row(f"tax {case}, {name} beside in-tree", "%", taxes[name], taxes, goal)
+        if sides.num_threads == 1:  # other threads of a model compute, and wait for each other
+            cpu = f"CPU of other threads added {case}, {name} beside in-tree"
+            yield _tax_row(cpu, "us", beside_us[name], beside_us)
 
 
 def num_full_blocks(prompts: Sequence[Sequence[int]]) -> int:
@@ -156,15 +167,26 @@ def check_saves(name: str, answers: Answers, num_blocks: int) -> None:
         raise RuntimeError(f"{name} saved {answers.num_saved} chunks, not {num_blocks}")
 
 
-def mean_decode_step_s(answers: Answers) -> float:
+class DecodeStep(NamedTuple):
+    """What a step takes by the clock, and of the CPU on other threads than the engine's."""
+
+    seconds: float
+    beside_s: float
+
+
+def mean_decode_step(answers: Answers) -> DecodeStep:
     """Return the mean of the steps in which all requests decode.
 
     The first eighth computes prompts. None is left out for what saving adds to it.
     """
-    in_full_s = [step.seconds for step in answers.steps if step.has_run and not step.num_ended]
-    decodes_s = in_full_s[len(in_full_s) // 8 :]
-    slow_s = SLOW * statistics.median(decodes_s)
-    return statistics.mean(each for each in decodes_s if each < slow_s)
+    in_full = [step for step in answers.steps if step.has_run and not step.num_ended]
+    decodes = in_full[len(in_full) // 8 :]
+    slow_s = SLOW * statistics.median(step.seconds for step in decodes)
+    timed = [step for step in decodes if step.seconds < slow_s]
+    return DecodeStep(
+        statistics.mean(step.seconds for step in timed),
+        statistics.mean(step.beside_cpu_s for step in timed),
+    )
 
 
 def _tax_row(
@@ -282,7 +304,7 @@ def _four_of(known: Sequence[list[int]], generator: random.Random) -> list[list[
     return [known[index] for index in chosen]
 
 
-def kvtide(url: str) -> dict[str, Any]:
+def kvtide(url: str, portion_tokens: int = 0) -> dict[str, Any]:
     """Return the configuration of kvtide on a pool."""
     return {
         "kv_connector": "KVTideConnector",
@@ -291,6 +313,7 @@ def kvtide(url: str) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "store": url,
             "save_decode_cache": True,
+            "decode_portion_tokens": portion_tokens,
             # A round that computes what it should load is refused: where other work has the cores
             # the default of 50 ms is not always enough.
             "lookup_wait_ms": 1000,
@@ -345,7 +368,13 @@ def build_larger(folder: Path) -> None:
 
 @contextmanager
 def opened_sides(
-    model: Path, num_bytes: int, *, without: bool = True, **arguments: Any
+    model: Path,
+    num_bytes: int,
+    *,
+    portion_tokens: int = 0,
+    without: bool = True,
+    num_threads: int = 1,
+    **arguments: Any,
 ) -> Iterator[Sides]:
     """Open an engine of each kind, whose pools hold twice ``num_bytes``: a full one saves less."""
     size_mib = 256 + 2 * num_bytes // (1 << 20)
@@ -355,26 +384,29 @@ def opened_sides(
         theirs = stack.enter_context(MooncakePool(segment_bytes=size_mib << 20))
         os.environ["MOONCAKE_CONFIG_PATH"] = str(in_tree_config(theirs, folder))
         transfers = {
-            LOCAL: kvtide(f"local://{folder}/pool?size={size_mib}MiB"),
-            MOONCAKE: kvtide(ours.url),
+            LOCAL: kvtide(f"local://{folder}/pool?size={size_mib}MiB", portion_tokens),
+            MOONCAKE: kvtide(ours.url, portion_tokens),
             IN_TREE: IN_TREE_TRANSFER,
             **({NONE: None} if without else {}),
         }
         engines = {
-            name: stack.enter_context(EngineProcess(model, transfer, **arguments))
+            name: stack.enter_context(
+                EngineProcess(model, transfer, num_threads=num_threads, **arguments)
+            )
             for name, transfer in transfers.items()
         }
-        yield Sides(engines)
+        yield Sides(engines, num_threads)
 
 
-def run(num_rounds: int) -> list[Row]:
+def run(num_rounds: int, portion_tokens: int) -> list[Row]:
     """Open the engines and measure."""
     from kvtide.engines.vllm.demo_model import build, is_built, model_folder
 
     model = model_folder()
     if not is_built(model):
         build(model)
-    with opened_sides(model, num_small_tokens(num_rounds) * TOKEN_BYTES) as sides:
+    small_bytes = num_small_tokens(num_rounds) * TOKEN_BYTES
+    with opened_sides(model, small_bytes, portion_tokens=portion_tokens) as sides:
         rows = first_token_rows(sides, num_rounds)
         rows += decode_rows(sides, "small model", TAX_ROUNDS * num_rounds, is_judged=False)
         rows += slow_step_rows(sides, num_rounds)
@@ -385,9 +417,10 @@ def run(num_rounds: int) -> list[Row]:
         build_larger(folder / "model")
         num_tokens = TAX_ROUNDS * num_rounds * num_decode_tokens()
         num_bytes = num_tokens * LARGER_TOKEN_BYTES
-        how = {"without": False, "max_model_len": 2048}
-        with opened_sides(folder / "model", num_bytes, **how) as sides:
-            rows += decode_rows(sides, "larger model", TAX_ROUNDS * num_rounds, is_judged=True)
+        how = {"portion_tokens": portion_tokens, "without": False, "max_model_len": 2048}
+        for num_threads, model_name in LARGER_THREADS.items():
+            with opened_sides(folder / "model", num_bytes, num_threads=num_threads, **how) as sides:
+                rows += decode_rows(sides, model_name, TAX_ROUNDS * num_rounds, is_judged=True)
     return rows
 
 
@@ -395,12 +428,13 @@ def main() -> None:
     """Measure, or say why not."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--decode-portion-tokens", type=int, default=0, help="kvtide's option")
     options = parser.parse_args()
     rows = [left_out(BENCH, "vLLM is not installed")]
     if find_spec("vllm") is not None:
         try:
             mooncake_module()
-            rows = run(options.rounds)
+            rows = run(options.rounds, options.decode_portion_tokens)
         except StoreOpenError as error:
             rows = [left_out(BENCH, str(error))]
     report(BENCH, rows)

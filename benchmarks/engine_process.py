@@ -31,8 +31,6 @@ _DRAIN_LIMIT_S = 20.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # One thread for the model: what a connector does beside it has another core.
-    "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -44,12 +42,14 @@ ENVIRONMENT = {
 class Step:
     """A step of the engine: its seconds, and those of them that vLLM's scheduler took.
 
-    ``scheduler_s`` includes the arrival of requests since the step before. ``has_run`` says whether
-    the model ran, ``num_ended`` how many requests had ended before the step.
+    ``scheduler_s`` includes the arrival of requests since the step before. ``beside_cpu_s`` is the
+    CPU time of the process's other threads. ``has_run`` says whether the model ran, ``num_ended``
+    how many requests had ended before the step.
     """
 
     seconds: float
     scheduler_s: float
+    beside_cpu_s: float
     has_run: bool
     num_ended: int
 
@@ -76,14 +76,24 @@ class Answers:
 
 
 class EngineProcess:
-    """The engine, seen from the benchmark; for the time of a ``with`` block."""
+    """The engine, seen from the benchmark; for the time of a ``with`` block.
 
-    def __init__(self, model: Path, kv_transfer: dict[str, Any] | None, **arguments: Any) -> None:
+    The model has ``num_threads``, which keep their cores busy also while they wait for each other.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        kv_transfer: dict[str, Any] | None,
+        *,
+        num_threads: int = 1,
+        **arguments: Any,
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed in close
         how = {"model": str(model), "kv_transfer": kv_transfer, "arguments": arguments}
         self._process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(how)],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -226,10 +236,13 @@ class _Engine:
             if waiting and len(steps) % 8 == 4:
                 ids.append(self._add(waiting.pop(0), 1, begun))
             num_ended = len(ended)
-            step_s = time.perf_counter()
+            beside_s, step_s = _beside_cpu_s(), time.perf_counter()
             outputs = self._engine.step()
             now_s = time.perf_counter()
-            steps.append(Step(now_s - step_s, self._scheduler_s, self._has_run, num_ended))
+            beside_s = _beside_cpu_s() - beside_s
+            steps.append(
+                Step(now_s - step_s, self._scheduler_s, beside_s, self._has_run, num_ended)
+            )
             self._scheduler_s = 0.0
             for output in outputs:
                 first_s.setdefault(output.request_id, now_s - begun[output.request_id])
@@ -310,6 +323,11 @@ class _Engine:
                 return
             self._drain()
         raise RuntimeError("blocks stay pinned")
+
+
+def _beside_cpu_s() -> float:
+    """Return what the process's other threads have computed so far."""
+    return time.process_time() - time.thread_time()
 
 
 def main() -> None:
