@@ -234,7 +234,7 @@ def test_after_a_reset_of_the_cache_nothing_stored_before_is_found(
 def test_after_a_reset_that_failed_nothing_is_saved_until_one_succeeds(
     model: Path, pool_url: str
 ) -> None:
-    """vLLM has kept its own cache: its KV cache of the old weights must not get the new name."""
+    """The engine has kept its own cache: KV cache of the old weights must not get the new name."""
     with engine(model, pool_url) as one:
         one.generate(PROMPT)
         one.settle()

@@ -318,7 +318,7 @@ def test_in_vllm_s_format_a_request_with_an_adapter_goes_without_the_pool(
 def test_after_a_reset_with_blocks_in_use_nothing_has_a_name_until_one_without(
     half: SchedulerSide, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM has kept its own cache: its KV cache of the old weights must not get the new name."""
+    """The engine has kept its own cache: KV cache of the old weights must not get the new name."""
     before, meanwhile, after = map(plain_request, ("before", "meanwhile", "after"))
     half.on_new_request(before)
     old = prefix_of(half, before)

@@ -223,6 +223,10 @@ class SchedulerSide:
         """Return the namespace of a request's keys; ``None`` where nothing can name its bytes."""
         return None if self._is_stale else self._names.namespace_of(request.lora_request)
 
+    def _namespace_of(self, request: Any) -> str | None:
+        """Return the namespace of a request's keys, ``None`` where it has none or none yet."""
+        return _if_known(self._name_of(request))
+
     # ------------------------------------------------------------------ steps
 
     def build_metadata(self, scheduler_output: Any) -> KVTideMetadata:
@@ -346,7 +350,7 @@ class SchedulerSide:
             )
         if self._scheduler is not None:
             self._scheduler.reset(
-                lambda request_id: _if_known(self._name_of(self._views[request_id].request))
+                lambda request_id: self._namespace_of(self._views[request_id].request)
             )
         return not self._is_stale
 
