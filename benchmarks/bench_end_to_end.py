@@ -2,7 +2,7 @@
 
     python benchmarks/bench_end_to_end.py [--rounds 7] [--decode-portion-tokens 0]
 
-Four engines of a small model, each in a process with one thread for the model: without a connector,
+Four engines of a small model, each in a process of its own: without a connector,
 with kvtide on a local pool and on Mooncake, and with vLLM's in-tree connector on another Mooncake
 pool. All save what they decode. Measured are the time to a long prompt's first token, cold and from
 the pool; the tax of saving on decode throughput; the slowest steps, and the scheduler's part of
@@ -55,8 +55,8 @@ LARGER = {
     "vocab_size": 1024,
     "max_position_embeddings": 2048,
 }
-"""A Llama of 50 million parameters: a decode step takes a core as long as one of 8 billion takes a
-GPU, 20 to 25 ms, while what a connector adds to a step does not depend on the model."""
+"""A Llama of 50 million parameters: a decode step takes a core about as long as one of 8 billion takes
+a GPU with 600 GB/s, 20 to 25 ms."""
 LARGER_TOKEN_BYTES = 16 << 10
 LARGER_THREADS = {
     1: "larger model",
@@ -177,7 +177,8 @@ class DecodeStep(NamedTuple):
 def mean_decode_step(answers: Answers) -> DecodeStep:
     """Return the mean of the steps in which all requests decode.
 
-    The first eighth computes prompts. None is left out for what saving adds to it.
+    The first eighth computes prompts. Of what saving adds only a step as slow as :data:`SLOW` goes
+    uncounted.
     """
     in_full = [step for step in answers.steps if step.has_run and not step.num_ended]
     decodes = in_full[len(in_full) // 8 :]

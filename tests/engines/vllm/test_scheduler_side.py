@@ -13,7 +13,7 @@ from kvtide.config import PoolConfig
 from kvtide.core.groups import FullAttention
 from kvtide.core.layout import GroupLayout, StoreLayout
 from kvtide.core.topology import ParallelSizes
-from kvtide.engines.lora import AdapterDigests
+from kvtide.engines.lora import PENDING, AdapterDigests
 from kvtide.engines.vllm.formats import FORMATS
 from kvtide.engines.vllm.metadata import KVTideHandshake
 from kvtide.engines.vllm.names import IdentityNames, ModelNames, Names
@@ -337,6 +337,24 @@ def test_after_a_reset_with_blocks_in_use_nothing_has_a_name_until_one_without(
     assert prefix_of(half, meanwhile) == prefix_of(half, after), "it has computed nothing yet"
 
 
+def test_an_adapter_first_seen_after_a_failed_reset_has_a_name_after_the_next(
+    half: SchedulerSide, digests: SlowDigests, tmp_path: Path
+) -> None:
+    """It is read meanwhile, although its request goes without the pool."""
+    pool = half._tables.manager.block_pool
+    pool.num_in_use = 1
+    assert not half.reset()
+    pool.num_in_use = 0
+    digests.answer, digests.is_known = "digest", True
+    request = request_with_adapter(tmp_path)
+    half.on_new_request(request)
+    assert half.match(request, 0) == (0, False)
+    assert prefix_of(half, request) is None
+    wait_for(lambda: half._names.namespace_of(request.lora_request) is not PENDING)
+    assert half.reset()
+    assert prefix_of(half, request) is not None
+
+
 def test_in_vllm_s_format_a_reset_ends_the_use_of_the_pool(
     plain_half: SchedulerSide, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,7 +362,9 @@ def test_in_vllm_s_format_a_reset_ends_the_use_of_the_pool(
     before, after = plain_request("before"), plain_request("after")
     plain_half.on_new_request(before)
     assert prefix_of(plain_half, before) is not None
+    plain_half._tables.manager.block_pool.num_in_use = 1
     plain_half.reset()
+    plain_half._tables.manager.block_pool.num_in_use = 0
     plain_half.reset()
     plain_half.on_new_request(after)
     assert prefix_of(plain_half, before) is None

@@ -30,8 +30,11 @@ class Names(Protocol):
         ``PENDING`` while that is not known yet.
         """
 
-    def change(self) -> None:
-        """Leave everything stored so far behind: the weights may have changed."""
+    def change(self) -> bool:
+        """Leave everything stored so far behind: the weights may have changed.
+
+        False where there is no other name for them.
+        """
 
     def close(self) -> None:
         """Stop what finds names out; may be called twice."""
@@ -78,10 +81,11 @@ class IdentityNames:
             self._known[adapter] = namespace_for(self._cache_prefix, identity)
         return self._known[adapter]
 
-    def change(self) -> None:
+    def change(self) -> bool:
         """Take another name for the weights."""
         self._deployment.change()
         self._known.clear()
+        return True
 
     def close(self) -> None:
         """Stop reading adapters."""
@@ -121,7 +125,7 @@ class ModelNames:
             )
         return None
 
-    def change(self) -> None:
+    def change(self) -> bool:
         """Use the pool no more: it may hold the old weights' KV cache under the only name."""
         if self._name is not None:
             logger.warning(
@@ -130,6 +134,7 @@ class ModelNames:
                 "engine is restarted (unnamed_requests counts what goes without)"
             )
         self._name = None
+        return False
 
     def close(self) -> None:
         """Do nothing."""

@@ -221,7 +221,8 @@ class SchedulerSide:
 
     def _name_of(self, request: Any) -> str | Pending | None:
         """Return the namespace of a request's keys; ``None`` where nothing can name its bytes."""
-        return None if self._is_stale else self._names.namespace_of(request.lora_request)
+        name = self._names.namespace_of(request.lora_request)  # begins to read an adapter
+        return None if self._is_stale else name
 
     def _namespace_of(self, request: Any) -> str | None:
         """Return the namespace of a request's keys, ``None`` where it has none or none yet."""
@@ -341,12 +342,14 @@ class SchedulerSide:
         old weights from it and save it under the new name. So none has a name, and all go without
         the pool, until a reset finds the cache empty.
         """
-        self._names.change()
+        has_other_name = self._names.change()
         self._is_stale = self._tables is not None and self._tables.is_in_use
-        if self._is_stale:
+        if self._is_stale and has_other_name:
             logger.warning(
                 "the cache was reset while blocks were in use, so vLLM has kept its own: nothing "
-                "is saved or loaded until reset_prefix_cache(reset_connector=True) answers True"
+                "is saved or loaded until reset_prefix_cache(reset_connector=True) answers True; "
+                "where requests keep coming, pause the engine for it (docs/operations.md, "
+                "Changing weights)"
             )
         if self._scheduler is not None:
             self._scheduler.reset(

@@ -37,8 +37,8 @@ class EngineTables:
     def is_in_use(self) -> bool:
         """Whether requests or jobs hold blocks: vLLM empties its prefix cache only if none does."""
         pool = self.manager.block_pool
-        null_blocks = 1
-        return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() > null_blocks)
+        num_null = 1
+        return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() != num_null)
 
     def hand_offs(self, offers: Sequence[tuple[int, int, int]]) -> list[HandOff]:
         """Return vLLM's ``(group, block, boundary)`` offers of states in the core's words."""
