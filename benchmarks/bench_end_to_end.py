@@ -55,8 +55,8 @@ LARGER = {
     "vocab_size": 1024,
     "max_position_embeddings": 2048,
 }
-"""A Llama of 50 million parameters: a decode step takes a core about as long as one of 8 billion takes
-a GPU with 600 GB/s, 20 to 25 ms."""
+"""A Llama of 50 million parameters: a decode step takes a core about as long as one of 8 billion
+takes a GPU with 600 GB/s, 20 to 25 ms."""
 LARGER_TOKEN_BYTES = 16 << 10
 LARGER_THREADS = {
     1: "larger model",
