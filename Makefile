@@ -21,8 +21,8 @@ demo: $(VENV)/.vllm $(VENV)/.mooncake ## see a prompt loaded from the pool inste
 	@echo "==> kvtide demo: three vLLM engines, one after another (about 2 min)"
 	@$(VENV)/bin/kvtide demo $(DEMO_ARGS)
 
-test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (20-30 min; first time 2 more)
-	@echo "==> pytest: the whole suite, vLLM end to end included (20-30 min)"
+test: $(VENV)/.vllm $(VENV)/.test ## run every test, vLLM end to end included (25-35 min; first time 2 more)
+	@echo "==> pytest: the whole suite, vLLM end to end included (25-35 min)"
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.test ## run the tests that need no engine (4-6 min)

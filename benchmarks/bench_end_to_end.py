@@ -2,12 +2,12 @@
 
     python benchmarks/bench_end_to_end.py [--rounds 7] [--decode-portion-tokens 0]
 
-Four engines of a small model, each in a process of its own: without a connector,
-with kvtide on a local pool and on Mooncake, and with vLLM's in-tree connector on another Mooncake
-pool. All save what they decode. Measured are the time to a long prompt's first token, cold and from
-the pool; the tax of saving on decode throughput; the slowest steps, and the scheduler's part of
-them, while other requests' prefixes are looked up and loaded; and how much an engine's own small
-cache still serves.
+Four engines of a small model, each in a process of its own: without a connector, with kvtide on a
+local pool and on Mooncake, and with vLLM's in-tree connector on another Mooncake pool. All save
+what they decode. Measured are the time to a long prompt's first token, cold and from the pool; the
+tax of saving on decode throughput; the slowest steps, and the scheduler's part of them, while other
+requests' prefixes are looked up and loaded; and how much an engine's own small cache still serves.
+The tax is measured on a larger model, too, with one thread and with all cores.
 """
 
 from __future__ import annotations

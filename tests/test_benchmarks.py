@@ -176,16 +176,16 @@ def test_markers_are_compared_with_all_parts_on_both_stores(
 def test_a_decode_step_is_timed_where_the_model_ran_and_all_requests_decode(load: Any) -> None:
     """Not the prompts in front, nor steps after a request's end, nor three times the median."""
     bench = load("bench_end_to_end")
-    prompts = [bench.Step(9.0, 0.1, 0.2, has_run=True, num_ended=0)] * 5
-    empty = [bench.Step(7.0, 0.1, 0.2, has_run=False, num_ended=0)] * 5
+    prompts = [bench.Step(9.0, 0.1, 0.9, has_run=True, num_ended=0)] * 5
+    empty = [bench.Step(7.0, 0.1, 0.7, has_run=False, num_ended=0)] * 5
     decodes = [bench.Step(1.0, 0.1, 0.2, has_run=True, num_ended=0)] * 33
-    saving = [bench.Step(2.0, 0.1, 0.2, has_run=True, num_ended=0)]
-    slow = [bench.Step(5.0, 0.1, 0.2, has_run=True, num_ended=0)]
-    late = [bench.Step(0.1, 0.1, 0.2, has_run=True, num_ended=1)] * 9
+    saving = [bench.Step(2.0, 0.1, 0.4, has_run=True, num_ended=0)]
+    slow = [bench.Step(5.0, 0.1, 0.5, has_run=True, num_ended=0)]
+    late = [bench.Step(0.1, 0.1, 0.1, has_run=True, num_ended=1)] * 9
     steps = [*prompts, *empty, *slow, *decodes, *saving, *late]
     answers = bench.Answers([[1]], [1.0], steps, [0], 0, 0)
     step = bench.mean_decode_step(answers)
-    assert step == pytest.approx((35 / 34, 0.2))
+    assert step == pytest.approx((35 / 34, (33 * 0.2 + 0.4) / 34))
 
 
 def test_rounds_that_did_not_save_or_load_what_they_are_timed_for_are_refused(load: Any) -> None:
